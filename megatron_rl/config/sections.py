@@ -1,0 +1,313 @@
+"""The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking and deriving live beside.
+
+`None` means "derive it" (see `config.resolve`) or "off", as each docstring says. Counts are `num_*`; units stand in names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RunSection:
+    """What runs, for how long and where the run directory is.
+
+    A training step takes `prompts_per_step` prompts with `samples_per_prompt` answers each and makes
+    `minibatches_per_step` optimizer steps (`trainer`) of them, `inner_epochs` times over.
+    """
+
+    name: str = "run"
+    directory: str = "runs/{name}"
+    seed: int = 1
+    num_steps: int = 100
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    eval_interval: int = 10
+    """Evaluate every n steps, and before the first and after the last; 0 is off."""
+    num_eval_prompts: int = 512
+    num_logged_samples: int = 4
+    deadline_s: float = 1800.0
+    """The longest a single phase (generate, train, sync) may take before the run stops with an error."""
+    overwrite: bool = False
+    """Start anew in a run directory that already has metrics; otherwise that is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """Which model. Either `path` (a Hugging Face folder) or `dims` (a random start, keys of the family's HF config)."""
+
+    family: str | None = None
+    """A name in `model_families.registry`; None: from `path`'s config.json."""
+    path: str | None = None
+    dims: Mapping[str, Any] = field(default_factory=dict)
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Compute dtype of the trainer; with bf16 the optimizer keeps fp32 master weights."""
+    vocab_multiple: int = 1
+    """Trainer vocabulary padding: to a multiple of this times TP."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSection:
+    """`characters` is a one-token-per-character tokenizer for small models; `hf` reads `path` (default: the model's)."""
+
+    kind: Literal["characters", "hf"] = "hf"
+    path: str | None = None
+    alphabet: str | None = None
+    """The characters; None: printable ASCII."""
+    chat_template: Literal["none", "model"] = "none"
+    """`model`: apply the tokenizer's own chat template; `none`: the text as it is."""
+    system_prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSection:
+    """One source of prompts. `weight` is its share of the mixture."""
+
+    name: str
+    kind: Literal["reasoning_gym", "jsonl", "parquet"]
+    weight: float = 1.0
+    task: str | None = None
+    """reasoning_gym: the dataset name."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """reasoning_gym: the dataset's parameters."""
+    path: str | None = None
+    """jsonl, parquet: the file."""
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    prompt_template: str = "{prompt}"
+    size: int = 100_000
+    """reasoning_gym: how many entries the generated set has."""
+    reward: str | None = None
+    """A name in `rewards.registry`; None: the source's own (reasoning_gym scorer; math_verify for files)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSection:
+    """Prompts. Training and evaluation prompts are disjoint by normalised text."""
+
+    sources: tuple[SourceSection, ...] = ()
+    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
+    max_prompt_tokens: int = 512
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KlSection:
+    """KL to the reference. `coefficient` 0 is off."""
+
+    coefficient: float = 0.0
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    placement: Literal["loss", "reward"] = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionSection:
+    """Train-inference correction f(old/rollout), detached; see docs/algorithms.md."""
+
+    kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "opsm"] = "none"
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSection:
+    """The objective. Presets for every name live in configs/algorithms/."""
+
+    name: str = "gspo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
+    advantage_epsilon: float = 1e-6
+    advantage_ddof: int = 1
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "aipo"] = "gspo"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    dual_clip: float | None = None
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "seq-mean-token-mean"
+    aggregation_constant: float | None = None
+    """The constant of seq-mean-token-sum-norm (Dr. GRPO): usually rollout.sampling.max_new_tokens."""
+    entropy_coefficient: float = 0.0
+    kl: KlSection = field(default_factory=KlSection)
+    correction: CorrectionSection = field(default_factory=CorrectionSection)
+    mask_truncated: bool = False
+    gamma: float = 1.0
+    lambda_actor: float = 1.0
+    lambda_critic: float = 1.0
+    lambda_alpha: float | None = None
+    """Length-adaptive lambda 1 - 1/(alpha l) (VAPO); None: `lambda_actor`."""
+    positive_nll_coefficient: float = 0.0
+    skip_zero_variance_groups: bool = False
+    """Leave groups whose samples all got one reward out of the batch (they carry no policy gradient)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSection:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSection:
+    """The in-process torch engine."""
+
+    tp_size: int = 1
+    num_slots: int = 128
+    """Sequences that run at once in one engine."""
+    max_context: int | None = None
+    """KV slots per sequence; None: max_prompt_tokens + max_new_tokens."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """None: as `model.dtype`."""
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SglangSection:
+    """Real SGLang servers. `server_args` takes every SGLang server option by its Python name."""
+
+    tp_size: int = 1
+    num_nodes: int = 1
+    """Nodes that one engine spans (--nnodes)."""
+    urls: tuple[str, ...] = ()
+    """Engines started elsewhere; when given, none is started here."""
+    key_file: str | None = None
+    """For `urls`: a file of mode 600 with api_key and admin_api_key."""
+    num_concurrent: int = 64
+    """Requests that one engine runs at once."""
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSection:
+    engine: Literal["embedded", "sglang"] = "embedded"
+    num_engines: int = 1
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    eval_sampling: SamplingSection | None = None
+    """None: as `sampling`."""
+    embedded: EmbeddedSection = field(default_factory=EmbeddedSection)
+    sglang: SglangSection = field(default_factory=SglangSection)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSection:
+    """Megatron parallel sizes. `dp` None: num_ranks / (tp * cp * pp). `etp` None: 1 when experts exist."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual_pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    dp: int | None = None
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSection:
+    kind: Literal["adam"] = "adam"
+    learning_rate: float = 1e-6
+    min_learning_rate: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    num_warmup_steps: int = 0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+    """Megatron's distributed optimizer (shards optimizer state over data-parallel ranks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartSection:
+    """A supervised warm start on the sources' reference answers before RL; `num_steps` 0 is off."""
+
+    num_steps: int = 0
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    num_warmup_steps: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronSection:
+    """Fields of Megatron's own dataclasses, by their names, on top of what we derive. Known names: config/tables/."""
+
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSection:
+    layout: LayoutSection = field(default_factory=LayoutSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    warm_start: WarmStartSection = field(default_factory=WarmStartSection)
+    minibatches_per_step: int = 1
+    inner_epochs: int = 1
+    max_tokens_per_microbatch: int = 8192
+    logprob_chunk_tokens: int = 1024
+    """Tokens per chunk when log-probs are made from logits; bounds the fp32 [chunk, V] memory."""
+    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    fused_optimizer: Literal["auto", "torch", "apex"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    moe_aux_loss_coefficient: float = 0.0
+    moe_expert_bias_update_rate: float = 0.0
+    num_threads: int = 1
+    megatron: MegatronSection = field(default_factory=MegatronSection)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSection:
+    """Weight sync from trainer to engines."""
+
+    transport: Literal["tcp"] = "tcp"
+    bucket_bytes: int = 64 * 1024 * 1024
+    timeout_s: float = 300.0
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSection:
+    """Where processes run. `trainer_python` / `engine_python` None: this interpreter."""
+
+    ray_address: str | None = None
+    """None: RAY_ADDRESS if set, else a local Ray."""
+    trainer_python: str | None = None
+    engine_python: str | None = None
+    gpus_per_trainer_rank: float = 0.0
+    gpus_per_engine_rank: float = 0.0
+    start_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSection:
+    interval: int = 0
+    """Save training state every n steps; 0: never."""
+    export_hf_at_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySection:
+    tensorboard: bool = True
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """A whole experiment. Only `cli` and `controller`'s entry see all of it; everything else gets its section."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
+    sync: SyncSection = field(default_factory=SyncSection)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    telemetry: TelemetrySection = field(default_factory=TelemetrySection)

@@ -1,0 +1,1 @@
+"""The nouns that travel between packages, and the Protocols where mechanisms meet."""
