@@ -1,0 +1,100 @@
+"""What a model family declares, once, for the trainer, resharding, checkpoints and the planner alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Shard(Enum):
+    """How a parameter is split over tensor-parallel ranks."""
+
+    COLUMN = "column"  # over rows of the weight (output features)
+    ROW = "row"  # over columns of the weight (input features)
+    VOCAB = "vocab"  # over rows of a padded vocabulary
+    EXPERT_COLUMN = "expert_column"  # one expert; its rows over the expert-TP group
+    EXPERT_ROW = "expert_row"  # one expert; its columns over the expert-TP group
+    REPLICATED = "replicated"  # the same on every rank
+
+
+class Fused(Enum):
+    """Which Hugging Face tensors one Megatron (and engine) parameter is made of."""
+
+    QKV = "qkv"  # q, k, v: Megatron interleaves per KV group, the engine stacks [q; k; v] of its heads
+    GATE_UP = "gate_up"  # gate, up: both stack [gate; up] per rank
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDims:
+    """The sizes of one model. Every weight shape follows from them and the family's rules."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    ffn_size: int
+    """Intermediate size of a dense MLP (unused when every layer is MoE)."""
+    num_experts: int
+    """0: dense."""
+    top_k: int
+    moe_ffn_size: int
+    norm_epsilon: float
+    rope_theta: float
+    max_positions: int
+    tied_embeddings: bool
+    qk_norm: bool
+    norm_topk_prob: bool
+    """Renormalise the probabilities of the chosen experts to sum 1."""
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRule:
+    """One parameter, or one per `{layer}` and `{expert}` (global indices), on all three sides.
+
+    `megatron_name` is the name under Megatron's local layer spec; `te_name` the one under the Transformer Engine spec
+    (None: the same). `hf_names` are the Hugging Face tensors that it holds, in fusion order. `engine_name` is SGLang's.
+    `when` says for which dims the parameter exists.
+    """
+
+    megatron_name: str
+    hf_names: tuple[str, ...]
+    engine_name: str
+    shard: Shard
+    fused: Fused | None = None
+    te_name: str | None = None
+    when: Callable[[ModelDims], bool] | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        return "{expert}" in self.hf_names[0]
+
+    @property
+    def is_layered(self) -> bool:
+        return "{layer}" in self.hf_names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """A family of architectures.
+
+    `dims_from_hf` reads config.json's dictionary and `hf_from_dims` writes it; `shape_of` gives the Hugging Face shape of
+    a name in `params`; `debug_dims` is a tiny model whose sizes are all unequal, so that a transpose cannot pass.
+    """
+
+    name: str
+    hf_architectures: tuple[str, ...]
+    dims_from_hf: Callable[[Mapping[str, Any]], ModelDims]
+    hf_from_dims: Callable[[ModelDims], dict[str, Any]]
+    params: tuple[ParamRule, ...]
+    shape_of: Callable[[str, ModelDims], tuple[int, ...]]
+    debug_dims: ModelDims
+
+    def rules_for(self, dims: ModelDims) -> tuple[ParamRule, ...]:
+        """The rules that exist for these dims, in declaration order."""
+        return tuple(rule for rule in self.params if rule.when is None or rule.when(dims))
