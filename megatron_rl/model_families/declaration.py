@@ -58,13 +58,14 @@ class ParamRule:
     """One parameter, or one per `{layer}` and `{expert}` (global indices), on all three sides.
 
     `megatron_name` is the name under Megatron's local layer spec; `te_name` the one under the Transformer Engine spec
-    (None: the same). `hf_names` are the Hugging Face tensors that it holds, in fusion order. `engine_name` is SGLang's.
-    `when` says for which dims the parameter exists.
+    (None: the same). `hf_names` are the Hugging Face tensors that it holds, in fusion order. `engine_name` is SGLang's;
+    None marks a second copy that only Megatron holds (tied embeddings on the last pipeline stage). `when` says for which
+    dims the parameter exists.
     """
 
     megatron_name: str
     hf_names: tuple[str, ...]
-    engine_name: str
+    engine_name: str | None
     shard: Shard
     fused: Fused | None = None
     te_name: str | None = None
@@ -72,11 +73,21 @@ class ParamRule:
 
     @property
     def is_expert(self) -> bool:
-        return "{expert}" in self.hf_names[0]
+        return self.shard in (Shard.EXPERT_COLUMN, Shard.EXPERT_ROW)
 
     @property
     def is_layered(self) -> bool:
-        return "{layer}" in self.hf_names[0]
+        return "{layer}" in self.megatron_name
+
+    @property
+    def is_on_first_stage(self) -> bool:
+        """For parameters outside the layers: the embedding opens the pipeline, everything else closes it."""
+        return self.megatron_name.startswith("embedding.")
+
+    def name_in_megatron(self, layer: int = 0, expert: int = 0, *, spec: str = "local") -> str:
+        """The name inside one model chunk: `layer` counts within the chunk, `expert` within the expert-parallel rank."""
+        template = self.te_name if spec == "te" and self.te_name else self.megatron_name
+        return template.format(layer=layer, expert=expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class ModelFamily:
     """A family of architectures.
 
     `dims_from_hf` reads config.json's dictionary and `hf_from_dims` writes it; `shape_of` gives the Hugging Face shape of
-    a name in `params`; `debug_dims` is a tiny model whose sizes are all unequal, so that a transpose cannot pass.
+    a template in `hf_names`; `debug_dims` is a tiny model whose sizes are all unequal, so that a transpose cannot pass.
     """
 
     name: str

@@ -1,0 +1,50 @@
+"""The table of families: one line each."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.model_families import llama, qwen3_moe
+from megatron_rl.model_families.declaration import ModelDims, ModelFamily
+from megatron_rl.model_families.hf_config import UnsupportedModelError
+
+FAMILIES: dict[str, ModelFamily] = {
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "llama": llama.FAMILY,
+}
+
+
+def get_family(name: str) -> ModelFamily:
+    """The family of that name. Raises UnsupportedModelError naming the nearest."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    near = difflib.get_close_matches(name, FAMILIES, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(FAMILIES)}"
+    raise UnsupportedModelError(f"model.family: '{name}' is unknown{hint}")
+
+
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
+    """The family that serves a config.json's `architectures`."""
+    architectures = config.get("architectures") or []
+    for family in FAMILIES.values():
+        if set(architectures) & set(family.hf_architectures):
+            return family
+    known = ", ".join(name for family in FAMILIES.values() for name in family.hf_architectures)
+    raise UnsupportedModelError(f"config.json: architectures {architectures} are not supported; supported: {known}")
+
+
+def load_dims(folder: str | Path) -> tuple[ModelFamily, ModelDims]:
+    """Family and dims of a Hugging Face folder. Raises UnsupportedModelError naming the file when it is not one."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnsupportedModelError(f"{path}: not found; model.path must be a Hugging Face model folder") from None
+    except json.JSONDecodeError as error:
+        raise UnsupportedModelError(f"{path}: not valid JSON ({error})") from None
+    family = family_of(config)
+    return family, family.dims_from_hf(config)
