@@ -1,0 +1,1 @@
+"""Advantages: group baselines made by the controller, token-level estimates made on the trainer ranks."""

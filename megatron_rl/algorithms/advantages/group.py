@@ -1,0 +1,70 @@
+"""Group-relative advantages: one scalar per trajectory from the rewards R of its group of G. Pure numpy, fp64.
+
+    grpo                  (R_i - mean) / (std + eps)          arXiv 2402.03300; std with ddof 1 and eps 1e-6 by default
+    dr_grpo               R_i - mean                          arXiv 2503.20783
+    rloo                  R_i - mean of the others = G/(G-1) (R_i - mean)    arXiv 2402.14740
+    reinforce_pp          R_i, whitened afterwards over all tokens of the batch     arXiv 2501.03262
+    reinforce_pp_baseline R_i - mean, whitened afterwards
+
+A group of one has no baseline: its advantage is 0 under grpo, dr_grpo, rloo and reinforce_pp_baseline (verl gives R there,
+NeMo 0). A group whose rewards are all equal gets exactly 0, detected by max == min: the deviation of equal floats need not be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def grpo_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6) -> np.ndarray:
+    """(R - mean) / (std + epsilon), [G]. verl, OpenRLHF, TRL: ddof 1; Megatron: ddof 0; one correct of four: 1.5 or 1.732."""
+    rewards_G = _as_rewards(rewards_G)
+    if _is_degenerate(rewards_G):
+        return np.zeros_like(rewards_G)
+    return (rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=ddof) + epsilon)
+
+
+def dr_grpo_advantages(rewards_G: np.ndarray) -> np.ndarray:
+    """R - mean, [G]: no division, so that easy and hard prompts keep their scale."""
+    rewards_G = _as_rewards(rewards_G)
+    return np.zeros_like(rewards_G) if _is_degenerate(rewards_G) else rewards_G - rewards_G.mean()
+
+
+def rloo_advantages(rewards_G: np.ndarray) -> np.ndarray:
+    """R_i minus the mean of the other G - 1, [G]."""
+    rewards_G = _as_rewards(rewards_G)
+    if _is_degenerate(rewards_G):
+        return np.zeros_like(rewards_G)
+    size = len(rewards_G)
+    return (rewards_G - rewards_G.mean()) * size / (size - 1)
+
+
+def whiten_by_tokens(
+    values: Sequence[np.ndarray], num_tokens: Sequence[np.ndarray], ddof: int = 1, epsilon: float = 1e-8
+) -> list[np.ndarray]:
+    """Whiten per-trajectory scalars over the population of *tokens* (a long row weighs more), two-pass in fp64.
+
+    (x - mean) / sqrt(var + epsilon). `num_tokens` are the trained tokens of each trajectory. verl uses ddof 1, OpenRLHF and
+    NeMo ddof 0. Fewer than two tokens, or no variance: zeros.
+    """
+    flat = np.concatenate([np.asarray(v, dtype=np.float64) for v in values])
+    weights = np.concatenate([np.asarray(n, dtype=np.float64) for n in num_tokens])
+    total = weights.sum()
+    if total <= max(ddof, 0) or flat[weights > 0].max() == flat[weights > 0].min():
+        return [np.zeros(len(v)) for v in values]
+    mean = (flat * weights).sum() / total
+    variance = ((flat - mean) ** 2 * weights).sum() / (total - ddof)
+    white = (flat - mean) / np.sqrt(variance + epsilon)
+    return np.split(white, np.cumsum([len(v) for v in values])[:-1])
+
+
+def _as_rewards(rewards_G: np.ndarray) -> np.ndarray:
+    rewards_G = np.asarray(rewards_G, dtype=np.float64)
+    if not np.isfinite(rewards_G).all():
+        raise ValueError(f"a group has the rewards {rewards_G.tolist()}: expected finite numbers")
+    return rewards_G
+
+
+def _is_degenerate(rewards_G: np.ndarray) -> bool:
+    return rewards_G.size < 2 or rewards_G.max() == rewards_G.min()

@@ -1,0 +1,132 @@
+"""The tables of what a section may name: advantages and losses, each adapted to one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_rl.algorithms.advantages.group import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    rloo_advantages,
+    whiten_by_tokens,
+)
+from megatron_rl.algorithms.inputs import LossInputs
+from megatron_rl.algorithms.losses.cispo import aipo_loss, cispo_loss, reinforce_loss
+from megatron_rl.algorithms.losses.dppo import dppo_loss
+from megatron_rl.algorithms.losses.gmpo import gmpo_loss
+from megatron_rl.algorithms.losses.gspo import gspo_loss, gspo_token_loss
+from megatron_rl.algorithms.losses.ppo import ppo_loss
+from megatron_rl.algorithms.losses.soft import sapo_loss
+from megatron_rl.algorithms.losses.token_loss import TokenLoss
+from megatron_rl.algorithms.ratios import log_ratio
+from megatron_rl.algorithms.segments import Segments
+from megatron_rl.config.sections import AlgorithmSection
+
+Groups = Sequence[np.ndarray]
+AdvantageEstimator = Callable[[Groups, Groups | None, AlgorithmSection], list[np.ndarray]]
+PolicyLoss = Callable[[LossInputs, Segments, AlgorithmSection], TokenLoss]
+
+
+def _grpo(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
+    return [grpo_advantages(r, section.advantage_ddof, section.advantage_epsilon) for r in rewards]
+
+
+def _dr_grpo(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
+    return [dr_grpo_advantages(r) for r in rewards]
+
+
+def _rloo(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
+    return [rloo_advantages(r) for r in rewards]
+
+
+def _reinforce_pp(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
+    return whiten_by_tokens(rewards, _required(counts), ddof=section.advantage_ddof)
+
+
+def _reinforce_pp_baseline(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
+    return whiten_by_tokens([dr_grpo_advantages(r) for r in rewards], _required(counts), ddof=section.advantage_ddof)
+
+
+def _required(counts: Groups | None) -> Groups:
+    if counts is None:
+        raise ValueError("reinforce_pp advantages are whitened over tokens: hand in num_tokens_by_group")
+    return counts
+
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+    "rloo": _rloo,
+    "reinforce_pp": _reinforce_pp,
+    "reinforce_pp_baseline": _reinforce_pp_baseline,
+}
+"""`gae` is missing on purpose: its advantages are made per token on the trainer ranks."""
+
+
+def _ppo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return ppo_loss(
+        log_ratio(inputs.policy_logprobs_T, inputs.old_logprobs_T), inputs.advantages_T,
+        clip_low=section.clip_low, clip_high=section.clip_high, dual_clip=section.dual_clip,
+    )  # fmt: skip
+
+
+def _gspo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    sequence_loss = gspo_loss if section.loss == "gspo" else gspo_token_loss
+    return sequence_loss(
+        log_ratio(inputs.policy_logprobs_T, inputs.old_logprobs_T),
+        inputs.policy_logprobs_T, inputs.advantages_T, segments,
+        clip_low=section.clip_low, clip_high=section.clip_high, dual_clip=section.dual_clip,
+    )  # fmt: skip
+
+
+def _cispo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return cispo_loss(
+        log_ratio(inputs.policy_logprobs_T, inputs.old_logprobs_T), inputs.policy_logprobs_T, inputs.advantages_T,
+        clip_low=section.clip_low, clip_high=section.clip_high,
+    )  # fmt: skip
+
+
+def _sapo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return sapo_loss(log_ratio(inputs.policy_logprobs_T, inputs.old_logprobs_T), inputs.advantages_T)
+
+
+def _gmpo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return gmpo_loss(
+        log_ratio(inputs.policy_logprobs_T, inputs.old_logprobs_T), inputs.advantages_T, segments,
+        clip_low=section.clip_low, clip_high=section.clip_high,
+    )  # fmt: skip
+
+
+def _dppo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return dppo_loss(
+        log_ratio(inputs.policy_logprobs_T, inputs.old_logprobs_T),
+        inputs.policy_logprobs_T, inputs.old_logprobs_T, inputs.advantages_T,
+        divergence="tv" if section.loss == "dppo_tv" else "kl",
+        clip_low=section.clip_low, clip_high=section.clip_high,
+    )  # fmt: skip
+
+
+def _reinforce(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return reinforce_loss(inputs.policy_logprobs_T, inputs.advantages_T)
+
+
+def _aipo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
+    return aipo_loss(
+        inputs.policy_logprobs_T, inputs.rollout_logprobs_T, inputs.advantages_T, clip_high=section.clip_high
+    )
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo": _ppo,
+    "gspo": _gspo,
+    "gspo_token": _gspo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "dppo_tv": _dppo,
+    "dppo_kl": _dppo,
+    "reinforce": _reinforce,
+    "aipo": _aipo,
+}

@@ -1,0 +1,83 @@
+"""Trajectory groups -> training samples: ids, masks, behaviour log-probs and versions, all token-aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.types.rollout import FinishReason, Trajectory, TrajectoryGroup
+from megatron_rl.types.training import TrainSample
+
+
+def build_samples(
+    groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[float]], mask_truncated: bool
+) -> list[TrainSample]:
+    """One sample per trajectory, in the order of the groups.
+
+    `advantages[g][i]` is the scalar of trajectory i of group g. With `mask_truncated` (DAPO's over-long filter,
+    arXiv 2503.14476) a trajectory that ended on the length limit keeps its place in the batch but trains no token.
+
+    Raises ValueError when the shapes disagree, a trajectory has no reward, or a reward or advantage is not finite.
+    """
+    if len(groups) != len(advantages):
+        raise ValueError(f"{len(groups)} groups but advantages for {len(advantages)}")
+    samples = []
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        if len(group.trajectories) != len(group_advantages):
+            raise ValueError(
+                f"group {group.group_id}: {len(group.trajectories)} trajectories but {len(group_advantages)} advantages"
+            )
+        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
+            samples.append(_build_sample(trajectory, group.group_id, float(advantage), mask_truncated))
+    return samples
+
+
+def has_reward_variance(group: TrajectoryGroup) -> bool:
+    """Whether the group's rewards differ. Where they do not, every group-relative advantage is 0.
+
+    Compared as max against min: the standard deviation of equal floats need not be exactly 0.
+    """
+    rewards = [_reward_of(trajectory) for trajectory in group.trajectories]
+    return max(rewards) != min(rewards)
+
+
+def _reward_of(trajectory: Trajectory) -> float:
+    if trajectory.reward is None:
+        raise ValueError(f"trajectory {trajectory.trajectory_id} has no reward: score it before building samples")
+    reward = float(trajectory.reward.reward)
+    if not np.isfinite(reward):
+        raise ValueError(f"prompt {trajectory.prompt.prompt_id}: the reward is {reward}, expected a finite number")
+    return reward
+
+
+def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_truncated: bool) -> TrainSample:
+    reward = _reward_of(trajectory)
+    if not np.isfinite(advantage):
+        raise ValueError(f"trajectory {trajectory.trajectory_id}: the advantage is {advantage}, expected a finite number")
+    num_prompt = len(trajectory.prompt.token_ids)
+    response = trajectory.response_ids
+    length = num_prompt + len(response)
+    is_truncated = trajectory.finish_reason is FinishReason.LENGTH
+
+    loss_mask_L = np.zeros(length, dtype=bool)
+    loss_mask_L[num_prompt:] = not (mask_truncated and is_truncated)
+    if num_prompt == 0 and length:
+        loss_mask_L[0] = False  # nothing precedes the first token, so it has no log-prob
+    rollout_logprobs_L = np.zeros(length, dtype=np.float32)
+    rollout_logprobs_L[num_prompt:] = trajectory.response_logprobs
+    versions_L = np.full(length, -1, dtype=np.int32)
+    versions_L[num_prompt:] = trajectory.response_versions
+    assert trajectory.reward is not None
+    return TrainSample(
+        sample_id=trajectory.trajectory_id,
+        group_id=group_id,
+        token_ids_L=np.array((*trajectory.prompt.token_ids, *response), dtype=np.int64),
+        loss_mask_L=loss_mask_L,
+        rollout_logprobs_L=rollout_logprobs_L,
+        versions_L=versions_L,
+        reward=reward,
+        advantage=advantage,
+        is_correct=trajectory.reward.is_correct,
+        is_truncated=is_truncated,
+    )
