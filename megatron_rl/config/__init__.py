@@ -1,0 +1,1 @@
+"""Typed frozen sections; YAML with overlays and overrides; checks that only reject; one `resolve` that derives."""

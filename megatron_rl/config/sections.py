@@ -1,6 +1,7 @@
-"""The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking and deriving live beside.
+"""The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking, deriving live beside.
 
-`None` means "derive it" (see `config.resolve`) or "off", as each docstring says. Counts are `num_*`; units stand in names.
+`None` means "derive it" (see `config.resolve`) or "off", as each docstring says. Counts are `num_*`; units stand in
+names.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSection:
-    """`characters` is a one-token-per-character tokenizer for small models; `hf` reads `path` (default: the model's)."""
+    """`characters`: a one-token-per-character tokenizer for small models; `hf`: reads `path` (default: the model's)."""
 
     kind: Literal["characters", "hf"] = "hf"
     path: str | None = None
@@ -76,6 +77,8 @@ class SourceSection:
     """jsonl, parquet: the file."""
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    prompt_regex: str | None = None
+    """Keep only what this pattern's first group matches of the question (searched, dot matches newlines); None: all."""
     prompt_template: str = "{prompt}"
     size: int = 100_000
     """reasoning_gym: how many entries the generated set has."""
@@ -119,7 +122,9 @@ class AlgorithmSection:
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
     advantage_epsilon: float = 1e-6
     advantage_ddof: int = 1
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "aipo"] = "gspo"
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "aipo"] = (
+        "gspo"
+    )
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     dual_clip: float | None = None

@@ -1,0 +1,160 @@
+"""Checks that only reject. Each takes the sections that it relates and yields (key path, reason); none derives a value.
+
+What needs the model's dimensions is `layout.checks`, what the names below `trainer.megatron` and
+`rollout.sglang.server_args` may be is `known_options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.known_options import check_known_options
+from megatron_rl.config.provenance import Problem
+from megatron_rl.config.ranges import check_ranges
+from megatron_rl.config.sections import (
+    AlgorithmSection,
+    DataSection,
+    ExperimentConfig,
+    LayoutSection,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+    TrainerSection,
+)
+
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+SEQUENCE_RATIO_LOSSES = ("gspo", "gspo_token")
+
+
+def check_experiment(config: ExperimentConfig) -> list[Problem]:
+    """Every problem of an experiment that can be seen without its model, most basic first; empty: none."""
+    problems = [*check_ranges(config), *check_known_options(config.trainer.megatron, config.rollout.sglang)]
+    problems += check_model(config.model, config.data)
+    problems += check_data(config.data)
+    problems += check_layout_sizes(config.trainer.layout)
+    problems += check_batch(config.run, config.trainer)
+    problems += check_algorithm(config.algorithm, config.run)
+    problems += check_rollout(config.rollout, config.data)
+    problems += check_optimizer(config.trainer)
+    return problems
+
+
+def check_model(model: ModelSection, data: DataSection) -> Iterator[Problem]:
+    if model.path is None and not model.dims:
+        yield "model", "no model: set model.path (a Hugging Face folder) or model.dims (a random start)"
+    if model.path is not None and model.dims:
+        yield "model.dims", "model.path is set too; keep one (dims: null removes the ones below)"
+    if model.dims and model.family is None:
+        yield "model.family", "a random start needs the family that its dims belong to"
+    tokenizer = data.tokenizer
+    if tokenizer.kind == "hf" and tokenizer.path is None and model.path is None:
+        yield "data.tokenizer.path", "kind hf without model.path needs the folder of a tokenizer (or kind: characters)"
+    if tokenizer.kind == "characters":
+        if tokenizer.path is not None:
+            yield "data.tokenizer.path", "kind characters reads no folder; remove it or set kind: hf"
+        if tokenizer.chat_template == "model":
+            yield "data.tokenizer.chat_template", "kind characters has no template of its own; expected none"
+    elif tokenizer.alphabet is not None:
+        yield "data.tokenizer.alphabet", "only kind characters has an alphabet"
+
+
+def check_data(data: DataSection) -> Iterator[Problem]:
+    if not data.sources:
+        yield "data.sources", "no prompts: expected at least one source"
+    seen: set[str] = set()
+    for index, source in enumerate(data.sources):
+        path = f"data.sources.{index}"
+        if source.name in seen:
+            yield f"{path}.name", f"{source.name!r} is the name of another source; names must differ"
+        seen.add(source.name)
+        if source.weight <= 0:
+            yield f"{path}.weight", f"expected a value above 0, got {source.weight:g}; remove the source instead"
+        if source.size < 1:
+            yield f"{path}.size", f"expected a value at least 1, got {source.size}"
+        needed, foreign = ("task", "path") if source.kind == "reasoning_gym" else ("path", "task")
+        if getattr(source, needed) is None:
+            yield f"{path}.{needed}", f"kind {source.kind} needs {needed}"
+        if getattr(source, foreign) is not None:
+            yield f"{path}.{foreign}", f"kind {source.kind} takes no {foreign}; expected {needed}"
+        if source.params and source.kind != "reasoning_gym":
+            yield f"{path}.params", f"kind {source.kind} takes no params"
+        if "{prompt}" not in source.prompt_template:
+            yield f"{path}.prompt_template", "expected a text that contains {prompt}"
+
+
+def check_layout_sizes(layout: LayoutSection) -> Iterator[Problem]:
+    """World size = tp * cp * dp * pp, and also etp * ep * expert_dp * pp."""
+    etp = layout.etp or 1
+    dense, expert = layout.tp * layout.cp * layout.pp, etp * layout.ep * layout.pp
+    path = "trainer.layout.num_ranks"
+    if layout.num_ranks % dense:
+        sizes = f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {dense}"
+        yield path, f"expected a multiple of {sizes}, got {layout.num_ranks}"
+    elif layout.dp is not None and layout.dp * dense != layout.num_ranks:
+        right = layout.num_ranks // dense
+        yield "trainer.layout.dp", f"expected num_ranks / (tp * cp * pp) = {right}, got {layout.dp}; leave it out"
+    elif layout.num_ranks % expert:
+        sizes = f"etp {etp} x ep {layout.ep} x pp {layout.pp} = {expert}"
+        yield path, f"expected a multiple of {sizes}, got {layout.num_ranks}"
+    if layout.virtual_pp > 1 and layout.pp == 1:
+        yield "trainer.layout.virtual_pp", f"expected 1 with pp 1 (nothing to interleave), got {layout.virtual_pp}"
+
+
+def check_batch(run: RunSection, trainer: TrainerSection) -> Iterator[Problem]:
+    num_samples = run.prompts_per_step * run.samples_per_prompt
+    if num_samples % trainer.minibatches_per_step:
+        total = f"run.prompts_per_step {run.prompts_per_step} x run.samples_per_prompt {run.samples_per_prompt}"
+        reason = f"expected a divisor of {total} = {num_samples}, got {trainer.minibatches_per_step}"
+        yield "trainer.minibatches_per_step", reason
+
+
+def check_algorithm(algorithm: AlgorithmSection, run: RunSection) -> Iterator[Problem]:
+    """Sources of the rules: the papers named in docs/algorithms.md."""
+    if algorithm.advantage in GROUP_ADVANTAGES and run.samples_per_prompt < 2:
+        reason = f"advantage {algorithm.advantage} compares the samples of one prompt; expected at least 2, got 1"
+        yield "run.samples_per_prompt", reason
+    if algorithm.loss in SEQUENCE_RATIO_LOSSES and algorithm.aggregation != "seq-mean-token-mean":
+        reason = f"loss {algorithm.loss} has one ratio per sequence; expected seq-mean-token-mean, got"
+        yield "algorithm.aggregation", f"{reason} {algorithm.aggregation}"
+    if algorithm.aggregation_constant is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
+        reason = f"belongs to aggregation seq-mean-token-sum-norm, not {algorithm.aggregation}"
+        yield "algorithm.aggregation_constant", reason
+    kl = algorithm.kl
+    if kl.coefficient and kl.placement == "loss" and kl.estimator == "k1":
+        yield "algorithm.kl.estimator", "k1 in the loss has a gradient of mean zero; expected k2, k3 or unbiased"
+    if kl.coefficient and kl.placement == "reward" and kl.estimator == "unbiased":
+        yield "algorithm.kl.estimator", "unbiased weighs a loss term by the ratio; in the reward expected k1, k2 or k3"
+    correction = algorithm.correction
+    low, high = correction.low, correction.high
+    if correction.kind == "none" and (low is not None or high is not None):
+        yield "algorithm.correction.kind", "none takes no bounds; name a correction or remove low and high"
+    if low is not None and high is not None and low >= high:
+        yield "algorithm.correction.low", f"expected a value below high {high:g}, got {low:g}"
+
+
+def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Problem]:
+    why = "the engine's sampling mask is not replayed in the trainer's normalisation, so log-probs would not match"
+    if rollout.sampling.top_p < 1:
+        yield "rollout.sampling.top_p", f"expected 1.0, got {rollout.sampling.top_p:g}: {why}"
+    if rollout.sampling.top_k > 0:
+        yield "rollout.sampling.top_k", f"expected 0 (off), got {rollout.sampling.top_k}: {why}"
+    max_new_tokens = max(s.max_new_tokens for s in (rollout.sampling, rollout.eval_sampling) if s is not None)
+    needed, context = data.max_prompt_tokens + max_new_tokens, rollout.embedded.max_context
+    if context is not None and context < needed:
+        reason = f"expected at least data.max_prompt_tokens + max_new_tokens = {needed}, got {context}"
+        yield "rollout.embedded.max_context", reason
+    sglang = rollout.sglang
+    if sglang.tp_size % sglang.num_nodes:
+        yield "rollout.sglang.num_nodes", f"expected a divisor of tp_size {sglang.tp_size}, got {sglang.num_nodes}"
+    if sglang.urls and len(sglang.urls) != rollout.num_engines:
+        reason = f"expected one per engine of rollout.sglang.urls ({len(sglang.urls)}), got {rollout.num_engines}"
+        yield "rollout.num_engines", reason
+    if sglang.urls and sglang.key_file is None:
+        yield "rollout.sglang.key_file", "engines given by URL need the file with their api_key and admin_api_key"
+
+
+def check_optimizer(trainer: TrainerSection) -> Iterator[Problem]:
+    optimizer = trainer.optimizer
+    if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
+        reason = f"expected at most learning_rate {optimizer.learning_rate:g}, got {optimizer.min_learning_rate:g}"
+        yield "trainer.optimizer.min_learning_rate", reason

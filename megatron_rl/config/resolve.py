@@ -1,0 +1,88 @@
+"""Every value that follows from others without looking at a model or a machine, and an experiment as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.sections import AlgorithmSection, ExperimentConfig, LayoutSection, RolloutSection
+from megatron_rl.config.yaml_tree import dump_plain
+
+
+def resolve(config: ExperimentConfig) -> ExperimentConfig:
+    """`config` with each derivable None filled in. Idempotent; a value that was given is never changed."""
+    run, tokenizer = config.run, config.data.tokenizer
+    if tokenizer.kind == "hf" and tokenizer.path is None:
+        tokenizer = dataclasses.replace(tokenizer, path=config.model.path)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(run, directory=run.directory.replace("{name}", run.name)),
+        data=dataclasses.replace(config.data, tokenizer=tokenizer),
+        algorithm=_resolve_algorithm(config.algorithm, config.rollout.sampling.max_new_tokens),
+        rollout=_resolve_rollout(config.rollout, config.data.max_prompt_tokens, config.model.dtype),
+        trainer=dataclasses.replace(config.trainer, layout=_resolve_layout(config.trainer.layout)),
+    )
+
+
+def _resolve_layout(layout: LayoutSection) -> LayoutSection:
+    dp = layout.num_ranks // (layout.tp * layout.cp * layout.pp) if layout.dp is None else layout.dp
+    return dataclasses.replace(layout, dp=dp, etp=1 if layout.etp is None else layout.etp)
+
+
+def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> AlgorithmSection:
+    """Dr. GRPO (2503.20783) divides by a constant, the generation budget, never by the lengths of a batch."""
+    if algorithm.aggregation != "seq-mean-token-sum-norm" or algorithm.aggregation_constant is not None:
+        return algorithm
+    return dataclasses.replace(algorithm, aggregation_constant=float(max_new_tokens))
+
+
+def _resolve_rollout(rollout: RolloutSection, max_prompt_tokens: int, dtype: Any) -> RolloutSection:
+    eval_sampling = rollout.eval_sampling or rollout.sampling
+    longest = max_prompt_tokens + max(rollout.sampling.max_new_tokens, eval_sampling.max_new_tokens)
+    embedded = rollout.embedded
+    embedded = dataclasses.replace(
+        embedded,
+        max_context=longest if embedded.max_context is None else embedded.max_context,
+        dtype=dtype if embedded.dtype is None else embedded.dtype,
+    )
+    return dataclasses.replace(rollout, eval_sampling=eval_sampling, embedded=embedded)
+
+
+def dump_yaml(config: ExperimentConfig) -> str:
+    """The experiment as YAML; `load_experiment` of that text gives an equal config."""
+    return dump_plain(_plain(config))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def batch_equation(config: ExperimentConfig) -> str:
+    """How one training step is cut: prompts x samples -> minibatches -> samples per rank -> microbatches, in words."""
+    run, trainer = config.run, config.trainer
+    layout = _resolve_layout(trainer.layout)
+    num_samples = run.prompts_per_step * run.samples_per_prompt
+    per_minibatch = num_samples // trainer.minibatches_per_step
+    per_rank = -(-per_minibatch // (layout.dp or 1))
+    num_optimizer_steps = trainer.minibatches_per_step * trainer.inner_epochs
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    fit = max(1, trainer.max_tokens_per_microbatch // longest)
+    multiple = f", a multiple of pp {layout.pp}" if layout.virtual_pp > 1 else ""
+    return "\n".join(
+        (
+            f"{run.prompts_per_step} prompts x {run.samples_per_prompt} samples = {num_samples} samples per step",
+            f"-> {trainer.minibatches_per_step} minibatches of {per_minibatch} samples,"
+            f" {trainer.inner_epochs} inner epochs = {num_optimizer_steps} optimizer steps",
+            f"-> about {per_rank} samples per data-parallel rank (dp {layout.dp},"
+            f" {layout.num_ranks} ranks = tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {layout.dp})",
+            f"-> microbatches of at most {trainer.max_tokens_per_microbatch} tokens:"
+            f" {-(-per_rank // fit)} per rank if every sequence has all of its {longest} tokens, else fewer{multiple}",
+        )
+    )
