@@ -1,0 +1,57 @@
+"""Checks around a weight sync, pure: do both sides speak of the same parameters, and did everything arrive?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_rl.resharding.plan import ReshardPlan
+from megatron_rl.types.resharding import ShardDigest
+
+
+class SyncError(RuntimeError):
+    """A weight sync that did not bring every engine to one whole version; the message is one line."""
+
+
+def check_receiver(
+    plan: ReshardPlan, target_rank: int, described: Mapping[str, tuple[tuple[int, ...], str]]
+) -> str:
+    """Compare an engine rank's parameters with the plan; returns their dtype. Raises SyncError naming the first difference.
+
+    A name that the engine does not have is never sent: it would kill some servers.
+    """
+    dtypes: set[str] = set()
+    for name, shape in plan.target_shapes.items():
+        if name not in described:
+            raise SyncError(f"engine rank {target_rank} has no parameter '{name}'; trainer and engine differ in the model")
+        found, dtype = described[name]
+        if found != shape:
+            raise SyncError(f"engine rank {target_rank}: '{name}' has shape {found}, the trainer's model needs {shape}")
+        dtypes.add(dtype)
+    unknown = sorted(name for name in set(described) - set(plan.target_shapes) if name.endswith("weight"))
+    if unknown:
+        raise SyncError(f"engine rank {target_rank} has parameter '{unknown[0]}' that the trainer's model does not have")
+    if len(dtypes) != 1:
+        raise SyncError(f"engine rank {target_rank}: parameters of several dtypes {sorted(dtypes)}; expected one")
+    return dtypes.pop()
+
+
+def check_digests(plan: ReshardPlan, sent: Iterable[ShardDigest], received: Sequence[ShardDigest]) -> None:
+    """Every engine rank holds exactly what the trainers sent it, and all of it. Raises SyncError naming the rank."""
+    expected = plan.num_elements_between().sum(axis=0)
+    sent_digests: dict[int, dict[int, str]] = {}
+    for digest in sent:
+        sent_digests.setdefault(digest.target_rank, {}).update(digest.digests)
+    if len(received) != len(expected):
+        raise SyncError(f"{len(received)} engine ranks answered, the plan has {len(expected)}")
+    for answer in received:
+        rank = answer.target_rank
+        if answer.num_elements != expected[rank]:
+            raise SyncError(f"engine rank {rank} received {answer.num_elements} weights, expected {expected[rank]}")
+        if answer.digests != sent_digests.get(rank, {}):
+            raise SyncError(f"engine rank {rank}: its digests differ from the trainers'; nothing was committed")
+
+
+def sources_of(plan: ReshardPlan, target_rank: int) -> list[int]:
+    """The trainer ranks that send to an engine rank."""
+    elements = plan.num_elements_between()[:, target_rank]
+    return [int(rank) for rank in elements.nonzero()[0]]
