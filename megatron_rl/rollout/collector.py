@@ -1,0 +1,116 @@
+"""Runs prompts on engines until whole groups are complete and rewarded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.scheduling.dispatch import DispatchQueue
+from megatron_rl.types.protocols import GenerationEngine
+from megatron_rl.types.rollout import (
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    RewardResult,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryState,
+)
+
+Scorer = Callable[[Prompt, Sequence[int], bool], RewardResult]
+"""(prompt, response token ids, ended by itself) -> reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """What one collection took. `reward_s` is the time spent scoring, inside `generate_s` of wall-clock.
+
+    `efficiency` is busy slot-time over slot-time from the first start to the last end; it falls with the long tail.
+    """
+
+    generate_s: float
+    reward_s: float
+    num_tokens: int
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    group: int
+    index: int
+    prompt: Prompt
+    request: GenerationRequest
+
+
+class Collector:
+    """Feeds a shared queue of samples to the engines and scores each sample as it finishes.
+
+    `capacities[e]` is how many requests engine e runs at once.
+    """
+
+    def __init__(self, engines: Sequence[GenerationEngine], capacities: Sequence[int], score: Scorer, seed: int) -> None:
+        self._engines = engines
+        self._capacities = capacities
+        self._score = score
+        self._seed = seed
+
+    async def collect(
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: SamplingParams, tag: str
+    ) -> tuple[list[TrajectoryGroup], RolloutStats]:
+        """All samples of all prompts, in the order of the prompts. `tag` names the draw: equal tags draw equal samples.
+
+        The first engine error is raised at once; requests still running are cancelled.
+        """
+        started = time.monotonic()
+        queue: DispatchQueue[_Sample] = DispatchQueue(self._capacities)
+        for group, prompt in enumerate(prompts):
+            for index in range(samples_per_prompt):
+                request_id = f"{tag}/{prompt.prompt_id}/{index}"
+                seed = request_seed(self._seed, request_id)
+                queue.put(_Sample(group, index, prompt, GenerationRequest(request_id, prompt.token_ids, sampling, seed)))
+        num_samples = len(prompts) * samples_per_prompt
+        slots: list[list[Trajectory | None]] = [[None] * samples_per_prompt for _ in prompts]
+        busy_s = reward_s = 0.0
+
+        async def worker(engine: int) -> None:
+            nonlocal busy_s, reward_s
+            while (sample := queue.pull(engine)) is not None:
+                began = time.monotonic()
+                segments = await self._engines[engine].generate(sample.request)
+                generated = time.monotonic()
+                trajectory = Trajectory(sample.request.request_id, sample.prompt, segments, TrajectoryState.DONE)
+                ended = trajectory.finish_reason is FinishReason.STOP
+                reward = self._score(sample.prompt, trajectory.response_ids, ended)
+                busy_s += generated - began
+                reward_s += time.monotonic() - generated
+                slots[sample.group][sample.index] = Trajectory(
+                    trajectory.trajectory_id, sample.prompt, segments, TrajectoryState.DONE, reward
+                )
+                queue.finish(engine)
+
+        async with asyncio.TaskGroup() as tasks:
+            for slot in range(max(self._capacities)):  # slot-major: the engines fill up side by side
+                for engine, capacity in enumerate(self._capacities):
+                    if slot < capacity:
+                        tasks.create_task(worker(engine))
+        elapsed = time.monotonic() - started
+        groups = [
+            TrajectoryGroup(f"{tag}/{prompt.prompt_id}", prompt, tuple(t for t in row if t is not None))
+            for prompt, row in zip(prompts, slots, strict=True)
+        ]
+        num_tokens = sum(len(t.response_ids) for group in groups for t in group.trajectories)
+        num_slots = min(sum(self._capacities), num_samples)
+        efficiency = busy_s / (num_slots * elapsed) if num_slots else 0.0
+        return groups, RolloutStats(elapsed - reward_s, reward_s, num_tokens, min(efficiency, 1.0))
+
+
+def request_seed(seed: int, request_id: str) -> int:
+    """A 63-bit seed of one request: a function of the run's seed and the request's name alone."""
+    words = np.frombuffer(request_id.encode().ljust(-(-len(request_id.encode()) // 4) * 4, b"\0"), dtype=np.uint32)
+    state = np.random.SeedSequence([seed, *words.tolist()]).generate_state(1, dtype=np.uint64)
+    return int(state[0] >> np.uint64(1))
