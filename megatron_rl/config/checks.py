@@ -1,18 +1,18 @@
 """Checks that only reject. Each takes the sections that it relates and yields (key path, reason); none derives a value.
 
-What needs the model's dimensions is `layout.checks`, what the names below `trainer.megatron` and
-`rollout.sglang.server_args` may be is `known_options`.
+Elsewhere: the objective (`algorithm_checks`), single numbers (`ranges`), the options of Megatron and SGLang
+(`known_options`), and what needs the model's dimensions (`layout.checks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.config.algorithm_checks import check_algorithm
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.sections import (
-    AlgorithmSection,
     DataSection,
     ExperimentConfig,
     LayoutSection,
@@ -22,9 +22,6 @@ from megatron_rl.config.sections import (
     TrainerSection,
 )
 
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-SEQUENCE_RATIO_LOSSES = ("gspo", "gspo_token")
-
 
 def check_experiment(config: ExperimentConfig) -> list[Problem]:
     """Every problem of an experiment that can be seen without its model, most basic first; empty: none."""
@@ -33,7 +30,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_data(config.data)
     problems += check_layout_sizes(config.trainer.layout)
     problems += check_batch(config.run, config.trainer)
-    problems += check_algorithm(config.algorithm, config.run)
+    problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_rollout(config.rollout, config.data)
     problems += check_optimizer(config.trainer)
     return problems
@@ -106,30 +103,6 @@ def check_batch(run: RunSection, trainer: TrainerSection) -> Iterator[Problem]:
         total = f"run.prompts_per_step {run.prompts_per_step} x run.samples_per_prompt {run.samples_per_prompt}"
         reason = f"expected a divisor of {total} = {num_samples}, got {trainer.minibatches_per_step}"
         yield "trainer.minibatches_per_step", reason
-
-
-def check_algorithm(algorithm: AlgorithmSection, run: RunSection) -> Iterator[Problem]:
-    """Sources of the rules: the papers named in docs/algorithms.md."""
-    if algorithm.advantage in GROUP_ADVANTAGES and run.samples_per_prompt < 2:
-        reason = f"advantage {algorithm.advantage} compares the samples of one prompt; expected at least 2, got 1"
-        yield "run.samples_per_prompt", reason
-    if algorithm.loss in SEQUENCE_RATIO_LOSSES and algorithm.aggregation != "seq-mean-token-mean":
-        reason = f"loss {algorithm.loss} has one ratio per sequence; expected seq-mean-token-mean, got"
-        yield "algorithm.aggregation", f"{reason} {algorithm.aggregation}"
-    if algorithm.aggregation_constant is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
-        reason = f"belongs to aggregation seq-mean-token-sum-norm, not {algorithm.aggregation}"
-        yield "algorithm.aggregation_constant", reason
-    kl = algorithm.kl
-    if kl.coefficient and kl.placement == "loss" and kl.estimator == "k1":
-        yield "algorithm.kl.estimator", "k1 in the loss has a gradient of mean zero; expected k2, k3 or unbiased"
-    if kl.coefficient and kl.placement == "reward" and kl.estimator == "unbiased":
-        yield "algorithm.kl.estimator", "unbiased weighs a loss term by the ratio; in the reward expected k1, k2 or k3"
-    correction = algorithm.correction
-    low, high = correction.low, correction.high
-    if correction.kind == "none" and (low is not None or high is not None):
-        yield "algorithm.correction.kind", "none takes no bounds; name a correction or remove low and high"
-    if low is not None and high is not None and low >= high:
-        yield "algorithm.correction.low", f"expected a value below high {high:g}, got {low:g}"
 
 
 def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Problem]:

@@ -1,0 +1,128 @@
+"""Each relation between settings that cannot work is refused at its key, and what can work is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.checks import check_experiment, check_layout_sizes
+from megatron_rl.config.construct import key_paths
+from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.load import load_experiment
+from megatron_rl.config.ranges import RANGES, value_at
+from megatron_rl.config.sections import ExperimentConfig, LayoutSection
+
+BODY = """\
+model: {family: llama, path: some/folder}
+data: {sources: [{name: sums, kind: reasoning_gym, task: chain_sum}]}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "exp.yaml"
+    file.write_text(BODY)
+    return file
+
+
+def test_the_example_is_sound(path: Path) -> None:
+    assert check_experiment(load_experiment(path).config) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key_path", "reason"),
+    [
+        ("model.path=null", "model", "set model.path"),
+        ("model.dims.hidden_size=3", "model.dims", "keep one"),
+        ("model={path: null, family: null, dims: {a: 1}}", "model.family", "random start needs the family"),
+        ("model={path: null, dims: {a: 1}}", "data.tokenizer.path", "folder of a tokenizer"),
+        ("data.tokenizer={kind: characters, path: x}", "data.tokenizer.path", "reads no folder"),
+        ("data.tokenizer={kind: characters, chat_template: model}", "data.tokenizer.chat_template", "expected none"),
+        ("data.tokenizer.alphabet=abc", "data.tokenizer.alphabet", "only kind characters"),
+        ("data.sources=[]", "data.sources", "at least one source"),
+        ("data.sources.0.weight=0", "data.sources.0.weight", "expected a value above 0, got 0"),
+        ("data.sources.0.size=0", "data.sources.0.size", "at least 1, got 0"),
+        ("data.sources.0.task=null", "data.sources.0.task", "kind reasoning_gym needs task"),
+        ("data.sources.0.path=x", "data.sources.0.path", "takes no path; expected task"),
+        ("data.sources.0.prompt_template=hi", "data.sources.0.prompt_template", "contains {prompt}"),
+        ("data.sources=[{name: a, kind: jsonl}]", "data.sources.0.path", "kind jsonl needs path"),
+        ("data.sources=[{name: a, kind: jsonl, path: p, params: {a: 1}}]", "data.sources.0.params", "no params"),
+        (
+            "data.sources=[{name: a, kind: jsonl, path: p}, {name: a, kind: jsonl, path: q}]",
+            "data.sources.1.name",
+            "names must differ",
+        ),
+        ("trainer.layout={tp: 3, pp: 2, num_ranks: 8}", "trainer.layout.num_ranks", "tp 3 x cp 1 x pp 2 = 6, got 8"),
+        ("trainer.layout={ep: 3, num_ranks: 4}", "trainer.layout.num_ranks", "etp 1 x ep 3 x pp 1 = 3, got 4"),
+        ("trainer.layout={etp: 2, ep: 3, num_ranks: 9}", "trainer.layout.num_ranks", "etp 2 x ep 3 x pp 1 = 6, got 9"),
+        ("trainer.layout={tp: 2, dp: 3, num_ranks: 4}", "trainer.layout.dp", "= 2, got 3"),
+        ("trainer.layout.virtual_pp=2", "trainer.layout.virtual_pp", "expected 1 with pp 1"),
+        ("trainer.minibatches_per_step=3", "trainer.minibatches_per_step", "expected a divisor of"),
+        ("rollout.sampling.top_p=0.95", "rollout.sampling.top_p", "not replayed in the trainer's normalisation"),
+        ("rollout.sampling.top_k=20", "rollout.sampling.top_k", "not replayed in the trainer's normalisation"),
+        ("rollout.sampling.temperature=0", "rollout.sampling.temperature", "expected a value above 0, got 0"),
+        ("rollout.embedded.max_context=1023", "rollout.embedded.max_context", "= 1024, got 1023"),
+        ("rollout.sglang={tp_size: 3, num_nodes: 2}", "rollout.sglang.num_nodes", "a divisor of tp_size 3, got 2"),
+        ("rollout.sglang={urls: [a, b], key_file: k}", "rollout.num_engines", "(2), got 1"),
+        ("rollout.sglang={urls: [a]}", "rollout.sglang.key_file", "api_key"),
+        ("algorithm.aggregation=token-mean", "algorithm.aggregation", "contradicts loss gspo: expected seq-mean-token"),
+        ("algorithm={name: dapo, loss: ppo}", "algorithm.aggregation", "contradicts name dapo: expected token-mean"),
+        ("algorithm.aggregation_constant=3", "algorithm.aggregation_constant", "seq-mean-token-sum-norm"),
+        ("algorithm.clip_low=1.5", "algorithm.clip_low", "expected at most 1"),
+        ("algorithm.clip_low=-0.1", "algorithm.clip_low", "at least 0, got -0.1"),
+        ("algorithm={loss: reinforce, dual_clip: 3}", "algorithm.dual_clip", "expected null"),
+        ("algorithm.dual_clip=1", "algorithm.dual_clip", "above 1, got 1"),
+        ("algorithm.lambda_actor=1.01", "algorithm.lambda_actor", "at least 0 and at most 1, got 1.01"),
+        ("algorithm.lambda_critic=-1", "algorithm.lambda_critic", "got -1"),
+        ("algorithm.gamma=0.9", "algorithm.gamma", "has no discount"),
+        ("run.samples_per_prompt=1", "run.samples_per_prompt", "expected at least 2, got 1"),
+        ("algorithm.kl={coefficient: 0.1, estimator: k1}", "algorithm.kl.estimator", "gradient of mean zero"),
+        ("algorithm.kl={coefficient: 0.1, placement: reward}", "algorithm.kl.placement", "expected loss"),
+        ("algorithm.correction.high=2", "algorithm.correction.kind", "none takes no bounds"),
+        ("algorithm.correction={kind: icepop, low: 5, high: 0.5}", "algorithm.correction.low", "below high 0.5, got 5"),
+        ("algorithm={loss: aipo, correction: {kind: tis}}", "algorithm.correction.kind", "expected none, got tis"),
+        ("trainer.optimizer.beta2=1", "trainer.optimizer.beta2", "below 1, got 1"),
+        (
+            "trainer.optimizer={schedule: cosine, learning_rate: 1e-6, min_learning_rate: 1e-5}",
+            "trainer.optimizer.min_learning_rate",
+            "at most learning_rate 1e-06",
+        ),
+    ],
+)
+def test_refused(path: Path, overrides: str, key_path: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(path, [overrides])
+    assert caught.value.key_path == key_path
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm={loss: cispo, aggregation: token-mean, clip_low: 10}",
+        "algorithm={loss: gspo_token, aggregation: token-mean}",
+        "algorithm={advantage: reinforce_pp, loss: ppo, kl: {coefficient: 0.1, estimator: k1, placement: reward}}",
+        "rollout.eval_sampling={top_p: 0.7, temperature: 0}",
+        "trainer.optimizer.learning_rate=0",
+        "trainer.layout={tp: 2, cp: 3, pp: 2, ep: 4, num_ranks: 24, virtual_pp: 2}",
+    ],
+)
+def test_accepted(path: Path, overrides: str) -> None:
+    load_experiment(path, [overrides])
+
+
+def test_every_range_names_a_number_that_exists() -> None:
+    assert set(RANGES) <= set(key_paths(ExperimentConfig))
+    config = ExperimentConfig()
+    assert all(value_at(config, key_path) in allowed for key_path, allowed in RANGES.items())
+
+
+def test_layout_sizes_agree_with_counting() -> None:
+    rng = np.random.default_rng(7)
+    for tp, cp, pp, ep, etp, num_ranks in rng.integers(1, 7, size=(400, 6)).tolist():
+        layout = LayoutSection(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, num_ranks=num_ranks)
+        fits = any(tp * cp * pp * dp == num_ranks for dp in range(1, 8))
+        experts_fit = any(etp * ep * pp * dp == num_ranks for dp in range(1, 8))
+        assert (list(check_layout_sizes(layout)) == []) == (fits and experts_fit), layout
