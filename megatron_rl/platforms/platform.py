@@ -1,0 +1,82 @@
+"""The device that ranks compute on and the backend that they talk over: CPU with gloo, or CUDA with NCCL."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_rl.platforms.cpu_megatron import enable_megatron_on_cpu
+
+
+class Platform(Protocol):
+    """Implementations: `CpuPlatform`, `CudaPlatform`; `select_platform` chooses."""
+
+    device: torch.device
+    backend: str
+
+    def prepare_megatron(self) -> None:
+        """Make Megatron-Core usable here. Call it before anything of Megatron is built; calling again is harmless."""
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seed the generator that draws on `device`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        ...
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that this process ever held: resident memory on CPU, allocated device memory on CUDA."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlatform:
+    """CPU tensors over gloo."""
+
+    device: torch.device = torch.device("cpu")
+    backend: str = "gloo"
+
+    def prepare_megatron(self) -> None:
+        enable_megatron_on_cpu()
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        return
+
+    def peak_memory_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlatform:
+    """One GPU over NCCL."""
+
+    device: torch.device
+    backend: str = "nccl"
+
+    def prepare_megatron(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        torch.cuda.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def select_platform(local_rank: int = 0) -> Platform:
+    """CUDA device `local_rank` (modulo the visible devices: Ray shows each rank its own) if there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return CudaPlatform(torch.device("cuda", local_rank % torch.cuda.device_count()))
+    return CpuPlatform()
