@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,17 +127,24 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], files: Iterable[
         raise CheckpointError(f"{final}: already exists; remove it or choose another output folder")
     temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
+    try:
+        _write_files(temporary, config, files)
+        temporary.rename(final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # only there when something failed
+
+
+def _write_files(folder: Path, config: Mapping[str, Any], files: Iterable[Mapping[str, torch.Tensor]]) -> None:
     weight_map: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(files, start=1):
         file = f"model-{number:05d}.safetensors"
-        save_file(dict(tensors), str(temporary / file), metadata={"format": "pt"})
+        save_file(dict(tensors), str(folder / file), metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if set(weight_map.values()) == {"model-00001.safetensors"}:
-        (temporary / "model-00001.safetensors").rename(temporary / SINGLE_NAME)
+        (folder / "model-00001.safetensors").rename(folder / SINGLE_NAME)
     else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (temporary / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    temporary.rename(final)
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

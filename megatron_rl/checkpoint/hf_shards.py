@@ -14,7 +14,7 @@ import torch
 from megatron_rl.checkpoint.hf_folder import CheckpointError, TensorSource
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.layout.pipeline import layers_of_chunk
-from megatron_rl.model_families.declaration import ModelDims, ModelFamily, ParamRule
+from megatron_rl.model_families.declaration import ModelDims, ModelFamily, ParamRule, Shard
 from megatron_rl.model_families.shards import local_matrix_shape, megatron_boxes, padded_vocab
 from megatron_rl.types.layout import ParallelLayout, RankCoords, ShardInterval
 
@@ -27,8 +27,8 @@ class LocalParam:
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, tuple[int, ...], ShardInterval], ...]
-    is_copy: bool
-    """True for the second copy of tied embeddings, which export leaves out."""
+    is_owner: bool
+    """Whether this rank is the one that exports it: the first of its replicas, and never a tied copy."""
 
 
 def local_params(
@@ -43,7 +43,8 @@ def local_params(
                     yield from _layer_params(family, rule, dims, layout, coords, spec, chunk, local_layer, layer)
         elif _holds_outer(rule, layout, coords):
             chunk = 0 if rule.is_on_first_stage else layout.virtual_pp - 1
-            yield _param(family, rule, dims, layout.tp, coords.tp, vocab_multiple, chunk, rule.name_in_megatron(spec=spec))
+            name = rule.name_in_megatron(spec=spec)
+            yield _param(family, rule, dims, layout, coords, vocab_multiple, chunk, name)
 
 
 def import_params(
@@ -78,18 +79,18 @@ def export_params(
     *,
     spec: str,
     vocab_multiple: int,
-) -> Iterator[tuple[str, tuple[int, ...], ShardInterval, torch.Tensor]]:
-    """(Hugging Face name, whole shape, box, values) of everything this rank holds, copies of tied embeddings left out."""
+) -> Iterator[tuple[str, ShardInterval, torch.Tensor]]:
+    """(Hugging Face name, box, values) of everything this rank owns; over all ranks every element comes exactly once."""
     for param in local_params(family, dims, layout, rank, spec=spec, vocab_multiple=vocab_multiple):
-        if param.is_copy:
+        if not param.is_owner:
             continue
         if param.name not in chunks[param.chunk]:
             raise CheckpointError(f"parameter '{param.name}' of rank {rank} is not in the model; family {family.name} is wrong")
         local = chunks[param.chunk][param.name]
         matrix = local.unsqueeze(1) if local.ndim == 1 else local
-        for name, shape, box in param.parts:
+        for name, _, box in param.parts:
             if box.num_rows:
-                yield name, shape, box, matrix_box(matrix, box)
+                yield name, box, matrix_box(matrix, box)
 
 
 def matrix_box(matrix: torch.Tensor, box: ShardInterval) -> torch.Tensor:
@@ -118,21 +119,21 @@ def _layer_params(
 ) -> Iterator[LocalParam]:
     if not rule.is_expert:
         name = rule.name_in_megatron(local_layer, spec=spec)
-        yield _param(family, rule, dims, layout.tp, coords.tp, 1, chunk, name, layer=layer)
+        yield _param(family, rule, dims, layout, coords, 1, chunk, name, layer=layer)
         return
     per_rank = dims.num_experts // layout.ep
     for local_expert in range(per_rank):
         name = rule.name_in_megatron(local_layer, local_expert, spec=spec)
         expert = coords.ep * per_rank + local_expert
-        yield _param(family, rule, dims, layout.etp, coords.etp, 1, chunk, name, layer=layer, expert=expert)
+        yield _param(family, rule, dims, layout, coords, 1, chunk, name, layer=layer, expert=expert)
 
 
 def _param(
     family: ModelFamily,
     rule: ParamRule,
     dims: ModelDims,
-    tp: int,
-    tp_rank: int,
+    layout: ParallelLayout,
+    coords: RankCoords,
     vocab_multiple: int,
     chunk: int,
     name: str,
@@ -140,6 +141,10 @@ def _param(
     layer: int = 0,
     expert: int = 0,
 ) -> LocalParam:
+    tp, tp_rank = (layout.etp, coords.etp) if rule.is_expert else (layout.tp, coords.tp)
+    is_first_replica = coords.expert_dp == 0 if rule.is_expert else coords.dp == 0 and coords.cp == 0
+    if rule.shard is Shard.REPLICATED:
+        is_first_replica = is_first_replica and coords.tp == 0
     parts = tuple(
         (hf_name.format(layer=layer, expert=expert), family.shape_of(hf_name, dims), box)
         for component, hf_name in enumerate(rule.hf_names)
@@ -147,4 +152,5 @@ def _param(
     )
     matrix = local_matrix_shape(family, rule, dims, tp, padded_vocab(dims, tp, vocab_multiple), engine=False)
     is_vector = len(family.shape_of(rule.hf_names[0], dims)) == 1
-    return LocalParam(chunk, name, matrix[:1] if is_vector else matrix, parts, is_copy=rule.engine_name is None)
+    is_owner = is_first_replica and rule.engine_name is not None
+    return LocalParam(chunk, name, matrix[:1] if is_vector else matrix, parts, is_owner)

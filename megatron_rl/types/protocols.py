@@ -34,9 +34,9 @@ class GenerationEngine(Protocol):
 
 
 class RewardFn(Protocol):
-    """Text and reference answer -> reward. Deterministic, no state."""
+    """Text and reference answer -> reward. Deterministic, no state. `is_finished`: the answer ended by itself."""
 
-    def __call__(self, prompt: Prompt, response_text: str) -> RewardResult: ...
+    def __call__(self, prompt: Prompt, response_text: str, is_finished: bool) -> RewardResult: ...
 
 
 class MetricSink(Protocol):
