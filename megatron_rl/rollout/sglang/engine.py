@@ -1,0 +1,171 @@
+"""A real SGLang server as a `GenerationEngine`."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rollout.sglang import replies
+from megatron_rl.rollout.sglang.client import EngineClient
+from megatron_rl.rollout.sglang.errors import EngineReplyError
+from megatron_rl.rollout.sglang.keys import EngineKeys, read_key_file
+from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER
+from megatron_rl.rollout.sglang.process import SglangServer
+from megatron_rl.rollout.sglang.receiver_dir import forget_receivers, raise_reported_error, read_addresses
+from megatron_rl.types.protocols import EngineDirtyError
+from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
+
+CONTROL_TIMEOUT_S = 120.0
+"""The longest that pause, begin, commit or end may take."""
+NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
+"""SGLang's endpoint takes pickles; this constant, an empty list, is the only one we send."""
+
+
+class SglangEngine:
+    """One engine (all its tensor-parallel ranks) behind one URL.
+
+    `server` is the process when we started it, None when it runs elsewhere. `receiver_dir` (made by
+    `create_receiver_dir`) is where its receivers publish their addresses.
+
+    A weight update is `load_weights` with `{"phase": "begin", "pause_mode": ...}`, the transfer through the receivers,
+    then `{"phase": "commit", "version": n}` or `{"phase": "abandon"}`. From begin until a commit the engine is dirty:
+    it stays paused and `resume` raises. Wait for `resume` before new requests count as sampled by the new version.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        keys: EngineKeys,
+        *,
+        tp_size: int,
+        request_timeout_s: float,
+        server: SglangServer | None = None,
+        receiver_dir: Path | None = None,
+    ) -> None:
+        self.name = name
+        self.server = server
+        self._tp_size = tp_size
+        self._request_timeout_s = request_timeout_s
+        self._receiver_dir = receiver_dir
+        self._client = EngineClient(name, url, keys, self._raise_if_dead)
+        self._is_paused = False
+        self._is_dirty = False
+        self._is_session_open = False
+        self._pause_mode = "retract"
+
+    @classmethod
+    def attach(cls, url: str, key_file: Path, **options: Any) -> SglangEngine:
+        """An engine that was started elsewhere. Raises as `read_key_file` does."""
+        return cls(url, url, read_key_file(key_file), **options)
+
+    async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
+        """Sample until stop, length or abort; while the engine is paused the request waits in it.
+
+        With any stop token, the end-of-sequence ids of the model folder stop as well. Raises EngineDeadError,
+        EngineReplyError, TimeoutError, or ValueError for top-p or top-k (see `replies`).
+        """
+        body = replies.build_generate_body(request)
+        reply = await self._client.post("/generate", body, self._request_timeout_s)
+        return replies.to_segments(self.name, reply)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-prob (temperature 1) of each token given those before it; 0 for the first."""
+        reply = await self._client.post("/generate", replies.build_score_body(token_ids), self._request_timeout_s)
+        return replies.to_scores(self.name, token_ids, reply)
+
+    async def pause(self, mode: str) -> None:
+        """See `GenerationEngine.pause`. `in_place` keeps the KV cache of the old weights; the other modes drop it."""
+        if mode not in ("abort", "retract", "in_place"):
+            raise ValueError(f"pause mode {mode!r}: expected abort, retract or in_place")
+        await self._control("/pause_generation", {"mode": mode})
+        self._is_paused = True
+        self._pause_mode = mode
+
+    async def resume(self) -> None:
+        if self._is_dirty:
+            raise EngineDirtyError(f"engine {self.name}: the last weight update was not committed; sync again first")
+        await self._control("/continue_generation", {})
+        self._is_paused = False
+
+    async def load_weights(self, update: Mapping[str, Any]) -> PolicyVersion:
+        phase = update["phase"]
+        if phase == "begin":
+            await self._begin(update.get("pause_mode", self._pause_mode))
+        elif phase == "commit":
+            await self._commit(PolicyVersion(update["version"]))
+        elif phase == "abandon":
+            await self._end_session()
+        else:
+            raise ValueError(f"weight update phase {phase!r}: expected begin, commit or abandon")
+        return await self.policy_version()
+
+    async def policy_version(self) -> PolicyVersion:
+        info = await self._client.get("/model_info", CONTROL_TIMEOUT_S)
+        return replies.to_version(self.name, info.get("weight_version"))
+
+    async def open_receivers(self) -> tuple[tuple[str, int], ...]:
+        """Start one receiver in each tensor-parallel rank; (host, port) in rank order. Once per server.
+
+        Raises EngineReplyError with the line of a rank that failed.
+        """
+        directory = self._receivers()
+        forget_receivers(directory)
+        await self._control("/begin_weight_update", {"selector": "target"})
+        await self._call_loader(flush_cache=False)
+        await self._control("/end_weight_update", {})
+        return read_addresses(self.name, directory, self._tp_size)
+
+    async def close(self) -> None:
+        """Close our connections, and end the server if we started it."""
+        await self._client.close()
+        if self.server is not None:
+            self.server.stop()
+
+    async def _begin(self, pause_mode: str) -> None:
+        if not self._is_paused:
+            await self.pause(pause_mode)
+        await self._end_session()  # of an update that failed on the way
+        self._is_dirty = True
+        await self._control("/begin_weight_update", {"selector": "target"})
+        self._is_session_open = True
+
+    async def _commit(self, version: PolicyVersion) -> None:
+        if not self._is_session_open:
+            raise EngineDirtyError(f"engine {self.name}: commit of version {version} without a begin")
+        # Requests that keep their KV cache forbid the flush.
+        await self._call_loader(flush_cache=self._pause_mode != "in_place", weight_version=str(version))
+        raise_reported_error(self.name, self._receivers())
+        await self._end_session()
+        self._is_dirty = False
+
+    async def _end_session(self) -> None:
+        if self._is_session_open:
+            await self._control("/end_weight_update", {})
+            self._is_session_open = False
+
+    async def _call_loader(self, **options: Any) -> None:
+        body = {
+            "serialized_named_tensors": [NO_TENSORS] * self._tp_size,
+            "load_format": CUSTOM_LOADER,
+            "selector": "target",
+            **options,
+        }
+        await self._control("/update_weights_from_tensor", body)
+
+    async def _control(self, path: str, body: Mapping[str, Any]) -> None:
+        reply = await self._client.post(path, body, CONTROL_TIMEOUT_S, admin=True)
+        if isinstance(reply, Mapping) and reply.get("success") is False:
+            raise EngineReplyError(f"engine {self.name}: {path} failed: {reply.get('message')}")
+
+    def _receivers(self) -> Path:
+        if self._receiver_dir is None:
+            raise ValueError(f"engine {self.name}: no receiver directory, so it cannot take weights")
+        return self._receiver_dir
+
+    def _raise_if_dead(self) -> None:
+        if self.server is not None:
+            self.server.raise_if_dead()

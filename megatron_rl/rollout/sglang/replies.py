@@ -1,0 +1,134 @@
+"""What we ask SGLang and what its answers mean: requests -> JSON, JSON -> segments. Pure.
+
+Log-probs: SGLang returns log_softmax(logits / temperature) of the drawn token, over the full vocabulary (its logits at
+temperature 0), computed before top-k and top-p cut the distribution. That is the distribution which was sampled from
+only when both are off, so a request with either is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from megatron_rl.rollout.sglang.errors import EngineReplyError
+from megatron_rl.types.rollout import (
+    FinishReason,
+    GenerationRequest,
+    PolicyVersion,
+    RolloutSegment,
+    SamplingParams,
+)
+
+_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+def build_generate_body(request: GenerationRequest) -> dict[str, Any]:
+    """The body of POST /generate.
+
+    Raises ValueError for top-p or top-k: their log-probs would not be those of the sampled distribution.
+    """
+    return {
+        "rid": request.request_id,
+        "input_ids": list(request.token_ids),
+        "sampling_params": {**_sampling_params(request.sampling), "sampling_seed": _to_int64(request.seed)},
+        "return_logprob": True,
+    }
+
+
+def build_score_body(token_ids: Sequence[int]) -> dict[str, Any]:
+    """The body of POST /generate that only asks for the log-probs of `token_ids` at temperature 1."""
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def to_segments(engine: str, reply: Mapping[str, Any]) -> tuple[RolloutSegment, ...]:
+    """The segments of one answer, one per weight version; all but the last end with SWITCH.
+
+    An answer that was aborted before its first token is one empty segment. Raises EngineReplyError if the reply does
+    not hold one log-prob per token, or its version spans do not cover the tokens in order.
+    """
+    meta = _mapping(engine, reply, "meta_info")
+    token_ids = _list(engine, reply, "output_ids")
+    logprobs = _logprobs_of(engine, token_ids, meta.get("output_token_logprobs") or [])
+    kind = (meta.get("finish_reason") or {}).get("type")
+    if kind not in _FINISH_REASONS:
+        raise EngineReplyError(f"engine {engine}: finish_reason {kind!r}, expected one of {sorted(_FINISH_REASONS)}")
+    bounds, versions = _version_spans(engine, meta, len(token_ids))
+    reasons = [FinishReason.SWITCH] * (len(versions) - 1) + [_FINISH_REASONS[kind]]
+    return tuple(
+        RolloutSegment(tuple(token_ids[start:end]), tuple(logprobs[start:end]), version, reason)
+        for (start, end), version, reason in zip(pairwise(bounds), versions, reasons, strict=True)
+    )
+
+
+def to_scores(engine: str, token_ids: Sequence[int], reply: Mapping[str, Any]) -> list[float]:
+    """Log-prob of each token given those before it; 0 for the first, which has none."""
+    entries = _list(engine, _mapping(engine, reply, "meta_info"), "input_token_logprobs")
+    if not entries or entries[0][0] is not None:
+        raise EngineReplyError(f"engine {engine}: scores do not start at the first token")
+    return _logprobs_of(engine, token_ids, [(0.0, *entries[0][1:]), *entries[1:]])
+
+
+def to_version(engine: str, text: object) -> PolicyVersion:
+    if not isinstance(text, str) or not text.isdigit():
+        raise EngineReplyError(f"engine {engine}: weight version {text!r}, expected a number")
+    return PolicyVersion(int(text))
+
+
+def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
+    if sampling.top_p < 1.0 or sampling.top_k > 0:
+        raise ValueError(
+            f"rollout.sampling: top_p={sampling.top_p}, top_k={sampling.top_k}: SGLang's log-probs are those of the "
+            "full distribution, so training on a cut one would be biased; use top_p=1 and top_k=0"
+        )
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        # With any stop token the end-of-sequence ids of the model folder stop as well; without one, nothing does.
+        "ignore_eos": not sampling.stop_token_ids,
+    }
+
+
+def _to_int64(seed: int) -> int:
+    """SGLang takes signed 64 bits; the low 64 bits of any other seed are kept."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _logprobs_of(engine: str, token_ids: Sequence[int], entries: Sequence[Sequence[Any]]) -> list[float]:
+    if len(entries) != len(token_ids):
+        raise EngineReplyError(f"engine {engine}: {len(token_ids)} tokens but {len(entries)} log-probs")
+    for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
+        if entry[1] != token_id or not isinstance(entry[0], float):
+            raise EngineReplyError(f"engine {engine}: token {token_id} at {position} has log-prob entry {entry}")
+    return [entry[0] for entry in entries]
+
+
+def _version_spans(engine: str, meta: Mapping[str, Any], num_tokens: int) -> tuple[list[int], list[PolicyVersion]]:
+    """Bounds (one more than versions) of the spans in `meta_info.weight_versions`; one span if it lists none."""
+    spans = [span for span in meta.get("weight_versions") or [] if span["start"] < span["end"]]
+    if num_tokens == 0 or not spans:
+        return [0, num_tokens], [to_version(engine, meta.get("weight_version"))]
+    bounds = [0, *(span["end"] for span in spans)]
+    if [span["start"] for span in spans] != bounds[:-1] or bounds[-1] != num_tokens:
+        raise EngineReplyError(f"engine {engine}: weight versions {spans} do not cover {num_tokens} tokens in order")
+    return bounds, [to_version(engine, span["version"]) for span in spans]
+
+
+def _mapping(engine: str, reply: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    if not isinstance(reply, Mapping) or not isinstance(reply.get(key), Mapping):
+        raise EngineReplyError(f"engine {engine}: the reply has no {key}")
+    return reply[key]
+
+
+def _list(engine: str, reply: Mapping[str, Any], key: str) -> list[Any]:
+    if not isinstance(reply.get(key), list):
+        raise EngineReplyError(f"engine {engine}: the reply has no list {key}")
+    return reply[key]

@@ -1,0 +1,128 @@
+"""One real SGLang server (tensor parallel 2, CPU) shared by all tests here: starting it costs half a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_rl.config.sections import SglangSection
+from megatron_rl.rollout.sglang.engine import SglangEngine
+from megatron_rl.rollout.sglang.keys import EngineKeys, make_keys, write_key_file
+from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServerLaunch, plan_launch
+from megatron_rl.rollout.sglang.process import SglangServer, free_port, make_work_dir
+from megatron_rl.rollout.sglang.receiver_dir import create_receiver_dir
+
+TP_SIZE = 2
+MAX_CONTEXT = 448
+NUM_CONCURRENT = 32
+SECTION = SglangSection(tp_size=TP_SIZE, num_concurrent=NUM_CONCURRENT, server_args={"log_level_http": "warning"})
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    folder: Path
+    reference: Qwen3MoeForCausalLM
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server with what is needed to talk to it."""
+
+    engine: SglangEngine
+    server: SglangServer
+    launch: ServerLaunch
+    keys: EngineKeys
+    key_file: Path
+    work_dir: Path
+    receiver_dir: Path
+    receiver_key: bytes
+    log_path: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Every size differs; the experts are wide enough that SGLang's CPU path pads nothing at TP 2."""
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=211,
+        hidden_size=96,
+        intermediate_size=160,
+        moe_intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=24,
+        num_experts=7,
+        num_experts_per_tok=3,
+        max_position_embeddings=512,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.15)
+    folder = tmp_path_factory.mktemp("tiny_qwen3_moe")
+    model.save_pretrained(folder)
+    return TinyModel(folder, model)
+
+
+def start_server(model: TinyModel, directory: Path, name: str) -> Running:
+    keys, work_dir, receiver_key = make_keys(), make_work_dir(), secrets.token_bytes(32)
+    key_file, receiver_dir = work_dir / "keys.yaml", directory / "receivers"
+    write_key_file(key_file, keys)
+    create_receiver_dir(receiver_dir, receiver_key)
+    launch = plan_launch(
+        SECTION,
+        EnginePlace(port=free_port("127.0.0.1"), cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
+        python=sys.executable,
+        model_path=str(model.folder),
+        dtype="fp32",
+        max_context=MAX_CONTEXT,
+        key_file=key_file,
+        receiver_dir=receiver_dir,
+    )
+    log_path = directory / "server.log"
+    server = SglangServer.start(name, launch, keys, work_dir, log_path)
+    engine = SglangEngine(
+        name,
+        server.url,
+        keys,
+        tp_size=TP_SIZE,
+        request_timeout_s=120.0,
+        server=server,
+        receiver_dir=receiver_dir,
+    )
+    return Running(engine, server, launch, keys, key_file, work_dir, receiver_dir, receiver_key, log_path)
+
+
+@pytest.fixture(scope="session")
+def loop():
+    """One event loop for the session: the engine's connections belong to it."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
+    started = start_server(tiny_model, tmp_path_factory.mktemp("engine"), "shared")
+    try:
+        seconds = started.server.wait_ready(deadline_s=240.0, on_progress=print)
+        print(f"server up after {seconds:.1f} s")
+        yield started
+    finally:
+        loop(started.engine.close())
+
+
+@pytest.fixture
+def engine(running: Running) -> SglangEngine:
+    return running.engine

@@ -1,0 +1,138 @@
+"""Pausing, weight versions and the receivers inside a real server. Runs after the tests that need the first weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+
+import pytest
+
+from megatron_rl.resharding.channel import connect
+from megatron_rl.rollout.sglang.engine import CONTROL_TIMEOUT_S
+from megatron_rl.types.protocols import EngineDirtyError
+from megatron_rl.types.rollout import FinishReason, GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.sglang
+
+LONG = SamplingParams(max_new_tokens=400)
+DEADLINE_S = 60.0
+
+
+def long_requests(name: str, count: int) -> list[GenerationRequest]:
+    return [GenerationRequest(f"{name}-{i}", (9, 3 + i, 77), LONG, seed=i) for i in range(count)]
+
+
+async def wait_sampling(engine, num_requests: int) -> None:
+    """Until the scheduler says that all of them run."""
+
+    async def poll():
+        while True:
+            loads = await engine._client.get("/v1/loads", CONTROL_TIMEOUT_S)
+            if loads["loads"][0]["num_running_reqs"] >= num_requests:
+                return
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+async def switch_version(engine, version: int, pause_mode: str) -> None:
+    """A weight update that moves no weight: version numbers and sessions are what is tested here."""
+    await engine.load_weights({"phase": "begin", "pause_mode": pause_mode})
+    assert await engine.load_weights({"phase": "commit", "version": version}) == version
+    await engine.resume()
+
+
+@pytest.fixture(scope="module")
+def receivers(running, loop):
+    return loop(running.engine.open_receivers())
+
+
+def test_each_rank_opens_one_receiver_over_its_own_shard(running, receivers):
+    pids = {json.loads((running.receiver_dir / f"receiver-{rank}.json").read_text())["pid"] for rank in (0, 1)}
+    assert len(receivers) == 2 and len(set(receivers)) == 2 and len(pids) == 2
+    assert stat.S_IMODE(running.receiver_dir.stat().st_mode) == 0o700
+    for host, port in receivers:
+        channel = connect(host, port, running.receiver_key, timeout_s=10.0)
+        params = channel.ask({"kind": "describe"})["params"]
+        channel.close()
+        layer = "model.layers.1"
+        assert params[f"{layer}.self_attn.qkv_proj.weight"] == [[(6 + 2 + 2) * 24 // 2, 96], "float32"]
+        assert params[f"{layer}.mlp.experts.w13_weight"] == [[7, 2 * 128 // 2, 96], "float32"]
+        assert params[f"{layer}.mlp.experts.w2_weight"] == [[7, 96, 128 // 2], "float32"]
+        assert params["model.embed_tokens.weight"] == [[256 // 2, 96], "float32"]
+
+
+def test_retract_keeps_requests_and_tells_which_version_sampled_what(engine, receivers, loop):
+    async def scenario():
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in long_requests("retract", 3)]
+        await wait_sampling(engine, 3)
+        before = await engine.policy_version()
+        await switch_version(engine, 41, "retract")
+        return before, await asyncio.gather(*tasks)
+
+    before, answers = loop(scenario())
+    for segments in answers:
+        assert [segment.policy_version for segment in segments] == [before, 41]
+        assert [segment.finish_reason for segment in segments] == [FinishReason.SWITCH, FinishReason.LENGTH]
+        assert sum(len(segment.token_ids) for segment in segments) == 400
+
+
+def test_in_place_keeps_requests_too(engine, receivers, loop):
+    async def scenario():
+        task = asyncio.ensure_future(engine.generate(long_requests("in-place", 1)[0]))
+        await wait_sampling(engine, 1)
+        await switch_version(engine, 42, "in_place")
+        return await task
+
+    segments = loop(scenario())
+    assert [segment.policy_version for segment in segments] == [41, 42]
+    assert sum(len(segment.token_ids) for segment in segments) == 400
+
+
+def test_abort_returns_what_was_sampled(engine, receivers, loop):
+    async def scenario():
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in long_requests("abort", 4)]
+        await wait_sampling(engine, 4)
+        await engine.pause("abort")
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
+        await engine.resume()
+        return answers
+
+    answers = loop(scenario())
+    for (segment,) in answers:
+        assert segment.finish_reason is FinishReason.ABORT
+        assert len(segment.token_ids) < 400 and len(segment.token_ids) == len(segment.logprobs)
+    assert any(segment.token_ids for (segment,) in answers)
+
+
+def test_an_abandoned_update_leaves_the_engine_paused_until_the_next_commit(engine, receivers, loop):
+    async def scenario():
+        version = await engine.policy_version()
+        await engine.load_weights({"phase": "begin", "pause_mode": "retract"})
+        assert await engine.load_weights({"phase": "abandon"}) == version
+        with pytest.raises(EngineDirtyError, match="engine shared"):
+            await engine.resume()
+        waiting = asyncio.ensure_future(engine.generate(long_requests("dirty", 1)[0]))
+        with pytest.raises(EngineDirtyError, match="without a begin"):
+            await engine.load_weights({"phase": "commit", "version": 98})
+        assert not waiting.done()
+        await switch_version(engine, 99, "retract")
+        return await waiting
+
+    (segment,) = loop(scenario())
+    assert segment.policy_version == 99
+
+
+def test_a_receiver_that_cannot_read_its_key_reports_and_the_server_lives(running, receivers, loop):
+    """The loader's commit path: a failure inside is a line from the rank, not a dead server."""
+    error_file = running.receiver_dir / "receiver-1.error"
+
+    async def scenario():
+        await running.engine.load_weights({"phase": "begin", "pause_mode": "retract"})
+        assert not error_file.exists()
+        await running.engine.load_weights({"phase": "commit", "version": 100})
+        await running.engine.resume()
+        return await running.engine.generate(long_requests("after", 1)[0])
+
+    assert loop(scenario())[0].policy_version == 100
