@@ -52,8 +52,8 @@ class CharacterTokenizer:
 
     def save(self, folder: Path) -> None:
         vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)} | self._id_of
-        backend = Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL_TOKENS[self.pad_id]))
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?s:.)"), "isolated")
+        backend = Tokenizer(models.WordLevel(vocab))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Fuse()
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
         pad, bos, eos = SPECIAL_TOKENS
