@@ -22,7 +22,11 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 def token_weights(
-    mode: str, segments: Segments, denominators: Denominators, constant: float | None = None, dtype: torch.dtype = torch.float64
+    mode: str,
+    segments: Segments,
+    denominators: Denominators,
+    constant: float | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """w_t of the module's table, [T], detached, 0 on masked tokens.
 

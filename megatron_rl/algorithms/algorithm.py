@@ -69,7 +69,11 @@ class Algorithm:
         inputs = prepare(inputs)
         segments = inputs.segments
         weights_T = token_weights(
-            section.aggregation, segments, inputs.denominators, section.aggregation_constant, inputs.policy_logprobs_T.dtype
+            section.aggregation,
+            segments,
+            inputs.denominators,
+            section.aggregation_constant,
+            inputs.policy_logprobs_T.dtype,
         )
         token_loss = LOSSES[section.loss](inputs, segments, section)
         correction_T = correction_weights(
@@ -133,6 +137,7 @@ def _token_metrics(
         "loss/clip_fraction": is_clipped_T.to(policy_T.dtype),
         "loss/kl_to_rollout": torch.exp(gap_T) - 1.0 - gap_T,  # k3 of KL(mu, pi): the tokens were sampled from mu
         "loss/correction_mean": correction_T,
+        "rollout/logprob_gap": (inputs.old_logprobs_T.detach() - inputs.rollout_logprobs_T).abs(),
         "loss/correction_zero_fraction": (correction_T == 0).to(policy_T.dtype),
     }
     if inputs.entropy_T is not None:

@@ -18,13 +18,14 @@ Shape suffixes: _T packed tokens, _S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.ratios import log_ratio
-from megatron_rl.algorithms.segments import Segments
+from megatron_rl.algorithms.segments import Segments, identity
 
 DEFAULT_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "tis": (None, 2.0),
@@ -154,6 +155,34 @@ def off_policy_sequence_mask(
     """False on rows with a negative mean advantage whose mean log(mu / pi_policy) exceeds `threshold`. bool [T]."""
     drift_S, advantage_S = segments.means(log_ratio(rollout_logprobs_T, policy_logprobs_T.detach()), advantages_T)
     return segments.spread(~((advantage_S < 0) & (drift_S > threshold)))
+
+
+def self_normalise(
+    weights_T: Tensor,
+    segments: Segments,
+    reduce_sum: Callable[[Tensor], Tensor] = identity,
+    *,
+    by_sequence: bool = False,
+) -> Tensor:
+    """Weights divided by their mean over all trained tokens (or, `by_sequence`, over the rows' own means).
+
+    `reduce_sum` adds [sum, count] over all ranks and microbatches of the minibatch.
+    """
+    if by_sequence:
+        (mean_S,) = segments.means(weights_T)
+        has_any_S = segments.counts_S > 0
+        local = torch.stack([mean_S[has_any_S].sum(), has_any_S.sum().to(mean_S.dtype)])
+    else:
+        local = torch.stack([(weights_T * segments.mask_T).sum(), segments.mask_T.sum().to(weights_T.dtype)])
+    total, count = reduce_sum(local.detach()).unbind()
+    mean = total / count.clamp(min=1.0)
+    return (weights_T / torch.where(mean > 0, mean, 1.0)).to(weights_T.dtype)
+
+
+def effective_sample_fraction(weights_T: Tensor, mask_T: Tensor) -> Tensor:
+    """(sum w)^2 / (n sum w^2) over trained tokens (Kish): 1 when all weights are equal."""
+    weights = weights_T[mask_T]
+    return weights.sum() ** 2 / ((weights**2).sum() * len(weights)).clamp(min=1e-30)
 
 
 def staleness_mask(versions_T: Tensor, policy_version: int, max_age: int) -> Tensor:

@@ -75,7 +75,10 @@ def _check_advantage(section: AlgorithmSection) -> None:
     _require(section.advantage_ddof in (0, 1), f"algorithm.advantage_ddof={section.advantage_ddof}: write 0 or 1")
     _require(section.advantage_epsilon >= 0, f"algorithm.advantage_epsilon={section.advantage_epsilon}: write 1e-6")
     is_discounted_group = section.gamma != 1 and section.advantage not in ("gae", "reinforce_pp")
-    _require(not is_discounted_group, f"algorithm.gamma has no meaning with algorithm.advantage={section.advantage}: write 1.0")
+    _require(
+        not is_discounted_group,
+        f"algorithm.gamma has no meaning with algorithm.advantage={section.advantage}: write 1.0",
+    )
 
 
 def _check_combinations(section: AlgorithmSection) -> None:
@@ -89,7 +92,9 @@ def _check_combinations(section: AlgorithmSection) -> None:
         f"algorithm.loss=aipo already weights by policy/rollout, algorithm.correction.kind={section.correction.kind} would "
         "count it twice: write none",
     )
-    _require(section.kl.coefficient >= 0, f"algorithm.kl.coefficient={section.kl.coefficient} is negative: write 0 or more")
+    _require(
+        section.kl.coefficient >= 0, f"algorithm.kl.coefficient={section.kl.coefficient} is negative: write 0 or more"
+    )
     is_kl_in_reward = section.kl.coefficient != 0 and section.kl.placement == "reward"
     _require(
         not is_kl_in_reward or section.advantage in ("gae", "reinforce_pp"),

@@ -54,3 +54,14 @@ def balance_free(costs_S: np.ndarray, num_ranks: int) -> list[np.ndarray]:
         assigned[rank].append(index)
         heapq.heapreplace(heap, (load + float(costs_S[index]), rank))
     return [np.array(sorted(mine), dtype=np.int64) for mine in assigned]
+
+
+def list_schedule_makespan(durations: np.ndarray, num_slots: int) -> float:
+    """When the last item ends if each slot that is free takes the next item in the given order (a pull queue).
+
+    Graham 1969: at most sum / num_slots + (1 - 1 / num_slots) max.
+    """
+    heap = [0.0] * num_slots
+    for duration in np.asarray(durations, dtype=np.float64).tolist():
+        heapq.heapreplace(heap, heap[0] + duration)
+    return max(heap)

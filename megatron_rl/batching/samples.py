@@ -54,7 +54,9 @@ def _reward_of(trajectory: Trajectory) -> float:
 def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_truncated: bool) -> TrainSample:
     reward = _reward_of(trajectory)
     if not np.isfinite(advantage):
-        raise ValueError(f"trajectory {trajectory.trajectory_id}: the advantage is {advantage}, expected a finite number")
+        raise ValueError(
+            f"trajectory {trajectory.trajectory_id}: the advantage is {advantage}, expected a finite number"
+        )
     num_prompt = len(trajectory.prompt.token_ids)
     response = trajectory.response_ids
     length = num_prompt + len(response)

@@ -5,6 +5,8 @@
     rloo                  R_i - mean of the others = G/(G-1) (R_i - mean)    arXiv 2402.14740
     reinforce_pp          R_i, whitened afterwards over all tokens of the batch     arXiv 2501.03262
     reinforce_pp_baseline R_i - mean, whitened afterwards
+    opo                   R_i - mean weighted by length       arXiv 2505.23585
+    pass@k                the best of the group gets its lead over the second, the others 0    arXiv 2503.19595
 
 A group of one has no baseline: its advantage is 0 under grpo, dr_grpo, rloo and reinforce_pp_baseline (verl gives R there,
 NeMo 0). A group whose rewards are all equal gets exactly 0, detected by max == min: the deviation of equal floats need not be 0.
@@ -38,6 +40,33 @@ def rloo_advantages(rewards_G: np.ndarray) -> np.ndarray:
         return np.zeros_like(rewards_G)
     size = len(rewards_G)
     return (rewards_G - rewards_G.mean()) * size / (size - 1)
+
+
+def opo_advantages(rewards_G: np.ndarray, num_tokens_G: np.ndarray) -> np.ndarray:
+    """R_i minus the length-weighted mean (the variance-optimal baseline when gradients grow with length), [G]."""
+    rewards_G = _as_rewards(rewards_G)
+    if _is_degenerate(rewards_G) or np.sum(num_tokens_G) == 0:
+        return np.zeros_like(rewards_G)
+    return rewards_G - np.average(rewards_G, weights=np.asarray(num_tokens_G, dtype=np.float64))
+
+
+def pass_at_k_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6) -> np.ndarray:
+    """(max - second) / (std + epsilon) for the first best sample, 0 for the others, [G]."""
+    rewards_G = _as_rewards(rewards_G)
+    advantages_G = np.zeros_like(rewards_G)
+    if not _is_degenerate(rewards_G):
+        best = int(rewards_G.argmax())
+        lead = rewards_G[best] - np.delete(rewards_G, best).max()
+        advantages_G[best] = lead / (rewards_G.std(ddof=ddof) + epsilon)
+    return advantages_G
+
+
+def batch_scaled_advantages(rewards: Sequence[np.ndarray], ddof: int = 1, epsilon: float = 1e-6) -> list[np.ndarray]:
+    """(R_i - group mean) / (std over *all* rewards + epsilon), per group (TRL scale_rewards="batch", arXiv 2508.08221)."""
+    everything = np.concatenate([_as_rewards(rewards_G) for rewards_G in rewards])
+    if _is_degenerate(everything):
+        return [np.zeros(len(rewards_G)) for rewards_G in rewards]
+    return [dr_grpo_advantages(rewards_G) / (everything.std(ddof=ddof) + epsilon) for rewards_G in rewards]
 
 
 def whiten_by_tokens(

@@ -25,6 +25,28 @@ def sapo_loss(
     return TokenLoss(loss_T, ratio_d, torch.zeros_like(ratio_d, dtype=torch.bool))
 
 
+def vespo_phi(
+    log_ratio_T: Tensor,
+    advantages_T: Tensor,
+    segments: Segments,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Tensor:
+    """phi(W) = exp(lambda) W^k exp(-lambda W), W the row's product of ratios; fp64 [S], detached. phi(1) = 1.
+
+    k and lambda are chosen by the sign of the row's mean advantage (0 counts as positive).
+    """
+    (log_weight_S,) = segments.sums(log_ratio_T)
+    (advantage_S,) = segments.means(advantages_T)
+    log_weight_S = log_weight_S.clamp(math.log(1e-8), 20.0)
+    k_S = torch.where(advantage_S >= 0, k_positive, k_negative)
+    lambda_S = torch.where(advantage_S >= 0, lambda_positive, lambda_negative)
+    return torch.exp(lambda_S + k_S * log_weight_S - lambda_S * torch.exp(log_weight_S))
+
+
 def vespo_loss(
     log_ratio_T: Tensor,
     policy_logprobs_T: Tensor,
@@ -36,16 +58,16 @@ def vespo_loss(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> TokenLoss:
-    """-sg[phi(W)] A log pi, W the row's product of ratios, phi(W) = exp(lambda) W^k exp(-lambda W) (arXiv 2602.10693).
-
-    phi(1) = 1. k and lambda are taken by the sign of the row's mean advantage (0 counts as positive).
-    """
-    (log_weight_S,) = segments.sums(log_ratio_T)
-    (advantage_S,) = segments.means(advantages_T)
-    log_weight_S = log_weight_S.clamp(math.log(1e-8), 20.0)
-    k_S = torch.where(advantage_S >= 0, k_positive, k_negative)
-    lambda_S = torch.where(advantage_S >= 0, lambda_positive, lambda_negative)
-    phi_T = segments.spread(torch.exp(lambda_S + k_S * log_weight_S - lambda_S * torch.exp(log_weight_S)))
-    phi_T = phi_T.to(log_ratio_T.dtype)
+    """-sg[phi(W_i)] A log pi, phi as in `vespo_phi` (arXiv 2602.10693)."""
+    phi_S = vespo_phi(
+        log_ratio_T,
+        advantages_T,
+        segments,
+        k_positive=k_positive,
+        lambda_positive=lambda_positive,
+        k_negative=k_negative,
+        lambda_negative=lambda_negative,
+    )
+    phi_T = segments.spread(phi_S).to(log_ratio_T.dtype)
     ratio_T = torch.exp(log_ratio_T.detach())
     return TokenLoss(-phi_T * advantages_T * policy_logprobs_T, ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool))
