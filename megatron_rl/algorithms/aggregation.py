@@ -1,7 +1,7 @@
 """Aggregation: per-token losses -> one number, by weights that depend only on global counts.
 
-With m the mask, |o_i| the unmasked tokens of sequence i, and N_tok, N_seq the minibatch totals over all ranks (sequences
-without an unmasked token do not count), loss = sum_t w_t l_t where w_t is
+With m the mask, |o_i| the unmasked tokens of sequence i, and N_tok, N_seq the minibatch totals over all ranks
+(sequences without an unmasked token do not count), loss = sum_t w_t l_t where w_t is
 
     token-mean               m / N_tok                    DAPO (arXiv 2503.14476), one denominator per minibatch
     token-sum                m
@@ -57,5 +57,5 @@ def token_weights(
 
 
 def aggregate(loss_T: Tensor, weights_T: Tensor) -> Tensor:
-    """sum_t w_t l_t, with masked tokens kept out even where their loss is not finite. Attached to the graph at T = 0."""
+    """sum_t w_t l_t; masked tokens stay out even where their loss is not finite. Attached to the graph at T = 0."""
     return (torch.where(weights_T != 0, loss_T, 0.0) * weights_T).sum()

@@ -26,7 +26,7 @@ from megatron_rl.config.sections import AlgorithmSection
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`needs` names what the trainer must annotate before the first optimizer step: old_logprobs, ref_logprobs, values."""
+    """`needs` names what the trainer annotates before the first optimizer step: old_logprobs, ref_logprobs, values."""
 
     section: AlgorithmSection
     name: str
@@ -112,7 +112,10 @@ class Algorithm:
 
 
 def build_algorithm(section: AlgorithmSection) -> Algorithm:
-    """Check the section's choices against each other and compose them. Raises ValueError with the key and what to write."""
+    """Check the section's choices against each other and compose them.
+
+    Raises ValueError with the key and what to write instead.
+    """
     check_section(section)
     needs = {"old_logprobs"}
     if section.loss in ("aipo", "reinforce") and section.correction.kind in ("none", "opsm"):

@@ -110,9 +110,9 @@ def rejection_mask(
 ) -> Tensor:
     """True where the metric of the token, or of its whole row, lies within [low, high]. bool [T].
 
-    `ratio` bounds rho itself (summed or averaged in log space: the product or geometric mean), the side that peers but one
-    agree on. k2 = log^2 rho / 2 and k3 = rho - 1 - log rho are distances with an upper bound. `max` asks that every token
-    of the row is within bounds.
+    `ratio` bounds rho itself (summed or averaged in log space: the product or geometric mean), the side that peers but
+    one agree on. k2 = log^2 rho / 2 and k3 = rho - 1 - log rho are distances with an upper bound. `max` asks that every
+    token of the row is within bounds.
     """
     log_rho_T = log_rho_T.detach().to(torch.float64)
     statistic_T = {"ratio": log_rho_T, "k2": 0.5 * log_rho_T**2, "k3": torch.exp(log_rho_T) - 1.0 - log_rho_T}[metric]
@@ -134,7 +134,7 @@ def divergence_gate(
 ) -> Tensor:
     """True where the sampled token's own divergence between engine and trainer is at most `high`. bool [T].
 
-    tv = |pi_old - mu|; binary_kl = KL of the two-outcome distribution (this token, any other), mu against pi_old (KPop).
+    tv = |pi_old - mu|; binary_kl = KL of the two-outcome distribution (this token, any other), mu against pi_old.
     """
     mu_T, pi_T = torch.exp(rollout_logprobs_T.detach()), torch.exp(old_logprobs_T.detach())
     if metric == "tv":
@@ -143,7 +143,10 @@ def divergence_gate(
 
 
 def binary_kl(p_logprobs_T: Tensor, q_logprobs_T: Tensor) -> Tensor:
-    """KL(Bernoulli(p), Bernoulli(q)) of the sampled token against all others, [T]; probabilities kept 1e-6 inside (0, 1)."""
+    """KL(Bernoulli(p), Bernoulli(q)) of the sampled token against all others, [T].
+
+    Probabilities are kept 1e-6 inside (0, 1).
+    """
     p_T = torch.exp(p_logprobs_T).clamp(1e-6, 1.0 - 1e-6)
     q_T = torch.exp(q_logprobs_T).clamp(1e-6, 1.0 - 1e-6)
     return p_T * (p_T / q_T).log() + (1.0 - p_T) * ((1.0 - p_T) / (1.0 - q_T)).log()

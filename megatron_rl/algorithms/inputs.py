@@ -1,6 +1,7 @@
 """What a loss reads and what it returns.
 
-Shape suffixes: _T packed tokens of this rank (token-aligned: index t describes token t), _S sequences of the microbatch.
+Shape suffixes: _T packed tokens of this rank (token-aligned: index t describes token t), _S sequences of the
+microbatch.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ LOGPROB_FLOOR = -1e4
 class LossInputs:
     """One packed microbatch (or, under context parallelism, this rank's part of it).
 
-    `segment_ids_T` names the sequence of each token, 0 <= id < num_segments; the tokens of a sequence may lie on several
-    context-parallel ranks, in any order. `reduce_segments` sums a detached [num_segments, k] tensor over those ranks (identity
-    without context parallelism) and is called the same number of times on each of them, for empty microbatches too.
-    `old_logprobs_T` may be `policy_logprobs_T.detach()` where the algorithm does not need them. `entropy_T` and
-    `policy_logprobs_T` may require grad; nothing else is differentiated. `policy_version` is the version being trained,
-    read only by the staleness mask.
+    `segment_ids_T` names the sequence of each token, 0 <= id < num_segments; the tokens of a sequence may lie on
+    several context-parallel ranks, in any order. `reduce_segments` sums a detached [num_segments, k] tensor over those
+    ranks (identity without context parallelism) and is called the same number of times on each of them, for empty
+    microbatches too. `old_logprobs_T` may be `policy_logprobs_T.detach()` where the algorithm does not need them.
+    `entropy_T` and `policy_logprobs_T` may require grad; nothing else is differentiated. `policy_version` is the
+    version being trained, read only by the staleness mask.
     """
 
     policy_logprobs_T: Tensor
@@ -67,7 +68,8 @@ def prepare(inputs: LossInputs) -> LossInputs:
     `LOGPROB_FLOOR`.
 
     Raises TypeError for log-probs in 16 bits: next to 1 a bf16 ratio moves in steps of 0.004 to 0.008, far coarser than
-    the GSPO clip of 3e-4 (arXiv 2507.18071). Raises ValueError for a NaN on a trained token or for shapes that disagree.
+    the GSPO clip of 3e-4 (arXiv 2507.18071). Raises ValueError for a NaN on a trained token or for shapes that
+    disagree.
     """
     dtype = torch.float64 if inputs.policy_logprobs_T.dtype == torch.float64 else torch.float32
     mask_T = inputs.loss_mask_T.bool()

@@ -51,6 +51,6 @@ def kl_estimate(
 
 
 def adapt_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """Move the coefficient towards KL = target (Ziegler et al., arXiv 1909.08593 sec. 2.2): at most 20 % per horizon."""
+    """Move the coefficient towards KL = target (arXiv 1909.08593 sec. 2.2), by at most 20 % per horizon of samples."""
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * num_samples / horizon)

@@ -1,8 +1,8 @@
 """Expert probabilities of a router, chosen by itself or replayed: the mask comes from elsewhere, the softmax from here.
 
-Replay (arXiv 2510.11370): g_i = I_i exp(s_i) / sum_j I_j exp(s_j), with the experts I that the engine (R3) or the trainer's
-own old pass (R2) chose and the trainer's logits s, so that the gradient reaches the router. An expert bias takes part in the
-choice, never in the probabilities. Shape suffixes: _T tokens, E experts, k experts per token.
+Replay (arXiv 2510.11370): g_i = I_i exp(s_i) / sum_j I_j exp(s_j), with the experts I that the engine (R3) or the
+trainer's own old pass (R2) chose and the trainer's logits s, so that the gradient reaches the router. An expert bias
+takes part in the choice, never in the probabilities. Shape suffixes: _T tokens, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def select_experts(
 ) -> Tensor:
     """The k experts of each token, int64 [T, k], best first.
 
-    With `num_groups`, the experts are divided into that many equal groups, of which the `group_topk` with the largest sum of
-    their topk // group_topk best scores are eligible (DeepSeek-V3, arXiv 2412.19437 sec. 2.1.2).
+    With `num_groups`, the experts are divided into that many equal groups, of which the `group_topk` with the largest
+    sum of their topk // group_topk best scores are eligible (DeepSeek-V3, arXiv 2412.19437 sec. 2.1.2).
     """
     scores_TE = logits_TE.detach()
     if score_function == "softmax_pre":
@@ -51,8 +51,8 @@ def expert_probabilities(
 ) -> Tensor:
     """Probabilities [T, E], 0 outside `experts_Tk`, differentiable in the logits.
 
-    softmax_post normalises over the chosen experts, softmax_pre over all of them, sigmoid divides the chosen scores by their
-    sum; all times `scaling`.
+    softmax_post normalises over the chosen experts, softmax_pre over all of them, sigmoid divides the chosen scores by
+    their sum; all times `scaling`.
     """
     chosen_Tk = logits_TE.gather(-1, experts_Tk)
     if score_function == "softmax_post":

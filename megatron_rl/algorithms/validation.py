@@ -38,14 +38,15 @@ def _check_aggregation(section: AlgorithmSection) -> None:
     ):
         fixed = table.get(choice, mode)
         _require(mode == fixed, f"algorithm.aggregation={mode} contradicts algorithm.{key}={choice}: write {fixed}")
-    has_constant = section.aggregation_constant is not None
+    constant = section.aggregation_constant
     if mode == "seq-mean-token-sum-norm":
         _require(
-            has_constant and section.aggregation_constant > 0,
-            f"algorithm.aggregation={mode} needs algorithm.aggregation_constant > 0: write rollout.sampling.max_new_tokens",
+            constant is not None and constant > 0,
+            f"algorithm.aggregation={mode} needs algorithm.aggregation_constant > 0: "
+            "write rollout.sampling.max_new_tokens",
         )
     else:
-        _require(not has_constant, f"algorithm.aggregation_constant has no meaning with {mode}: write null")
+        _require(constant is None, f"algorithm.aggregation_constant has no meaning with {mode}: write null")
 
 
 def _check_clips(section: AlgorithmSection) -> None:
@@ -89,8 +90,8 @@ def _check_combinations(section: AlgorithmSection) -> None:
     )
     _require(
         section.loss != "aipo" or section.correction.kind in ("none", "opsm"),
-        f"algorithm.loss=aipo already weights by policy/rollout, algorithm.correction.kind={section.correction.kind} would "
-        "count it twice: write none",
+        "algorithm.loss=aipo already weights by policy/rollout, "
+        f"algorithm.correction.kind={section.correction.kind} would count it twice: write none",
     )
     _require(
         section.kl.coefficient >= 0, f"algorithm.kl.coefficient={section.kl.coefficient} is negative: write 0 or more"
@@ -98,7 +99,8 @@ def _check_combinations(section: AlgorithmSection) -> None:
     is_kl_in_reward = section.kl.coefficient != 0 and section.kl.placement == "reward"
     _require(
         not is_kl_in_reward or section.advantage in ("gae", "reinforce_pp"),
-        f"algorithm.kl.placement=reward needs per-token advantages (gae, reinforce_pp), not {section.advantage}: write loss",
+        "algorithm.kl.placement=reward needs per-token advantages (gae, reinforce_pp), "
+        f"not {section.advantage}: write loss",
     )
     _require(
         not is_kl_in_reward or section.kl.estimator != "unbiased",

@@ -97,8 +97,8 @@ def _check_lengths(samples: Sequence[TrainSample], budget: int, length_multiple:
         length = round_up(len(sample.token_ids_L), length_multiple)
         if length > budget:
             raise ValueError(
-                f"sample {sample.sample_id} takes {length} tokens (rounded up to a multiple of {length_multiple}), more "
-                f"than trainer.max_tokens_per_microbatch={budget}: raise it to at least {length}"
+                f"sample {sample.sample_id} takes {length} tokens (rounded up to a multiple of {length_multiple}), "
+                f"more than trainer.max_tokens_per_microbatch={budget}: raise it to at least {length}"
             )
 
 

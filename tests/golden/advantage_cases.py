@@ -123,8 +123,9 @@ def _vapo(name: str, case: Case, batch: GoldenBatch) -> Result:
     alpha = named_number(name, "alpha")
     mask_T = batch.mask().numpy()
     lambda_S = length_adaptive_lambda(np.array(batch.lens), alpha)
+    rewards_T = token_rewards(batch.rewards, mask_T, batch.cu_seqlens)
     advantages_T, returns_T = gae(
-        token_rewards(batch.rewards, mask_T, batch.cu_seqlens), batch.tokens("values").numpy(), mask_T, batch.cu_seqlens,
+        rewards_T, batch.tokens("values").numpy(), mask_T, batch.cu_seqlens,
         lambda_actor_S=lambda_S, lambda_critic=1.0,
     )  # fmt: skip
     whitened_T = whiten(advantages_T, mask_T)

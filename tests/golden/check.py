@@ -2,9 +2,9 @@
 
     python tests/golden/check.py DIRECTORY
 
-DIRECTORY holds `batch.json` (the inputs) and any of the case files. Prints `N of M cases match`, then the cases that do not,
-and those that are not to be reproduced with the reason. A case that no function of ours is known for does not match. Exit
-status 0 when all match.
+DIRECTORY holds `batch.json` (the inputs) and any of the case files. Prints `N of M cases match`, then the cases that do
+not, and those that are not to be reproduced with the reason. A case that no function of ours is known for does not
+match. Exit status 0 when all match.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ FILES: dict[str, Compute] = {
 }
 VALUES = (
     "adv", "ret", "ret_row", "adv_whitened", "lambda_policy", "lam", "loss", "grad", "per_token", "weights", "mask",
-    "masked_fraction", "value", "grad_of_token_mean", "full", "dp2_rank_losses", "dp2_mean", "out", "keep", "phi", "values",
-    "trl", "replay_indices", "replay_probs", "replay_grad", "native_indices", "native_probs", "tokens_rerouted",
+    "masked_fraction", "value", "grad_of_token_mean", "full", "dp2_rank_losses", "dp2_mean", "out", "keep", "phi",
+    "values", "trl", "replay_indices", "replay_probs", "replay_grad", "native_indices", "native_probs",
+    "tokens_rerouted",
 )  # fmt: skip
-"""Fields of a case that are results (where they are no names of inputs). Each must be computed: none is forgotten."""
+"""Fields of a case that are results (unless they name an input). Each must be computed."""
 FLOAT32_FILES = {"routing_replay.json": 2e-6}
-"""Files whose note says that the peer computed in float32."""
+"""Files whose note says that the peer computed in float32 (seven digits are printed)."""
 
 
 def main(directory: Path) -> int:
@@ -69,7 +70,9 @@ def main(directory: Path) -> int:
 
 
 def iterate_cases(directory: Path) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
-    """(file, case name, case, whole file) over every JSON file but the inputs. An unknown file is cases that nobody maps."""
+    """(file, case name, case, whole file) over every JSON file but the inputs. An unknown file is cases that nobody
+    maps.
+    """
     for path in sorted(directory.glob("*.json")):
         if path.name == "batch.json":
             continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -101,26 +103,24 @@ def _whiten(name: str, case: Case, batch: GoldenBatch) -> Result:
 
 
 def _whiten_on_ranks(values_T: np.ndarray, mask_T: np.ndarray, border: int) -> np.ndarray:
-    """Two ranks, with the sums of the other one added by hand, in the order of the calls."""
-    parts = (slice(0, border), slice(border, len(values_T)))
-    calls: list[list[np.ndarray]] = [[], []]
-    for first in (True, False):  # the first pass records the means' sums, the second the squares' with true means
-        records: list[list[np.ndarray]] = [[], []]
-        for rank, part in enumerate(parts):
+    """Whitened on two ranks (threads that add up at a barrier), tokens before and after `border`."""
+    barrier = threading.Barrier(2, timeout=30.0)
+    board: list[Any] = [None, None]
 
-            def add(local: np.ndarray, rank: int = rank, records: list[list[np.ndarray]] = records) -> np.ndarray:
-                records[rank].append(local)
-                known = calls[1 - rank]
-                call = len(records[rank]) - 1
-                return local + known[call] if call < len(known) else local
+    def whiten_on(rank: int) -> np.ndarray:
+        part = slice(0, border) if rank == 0 else slice(border, None)
 
-            whiten(values_T[part], mask_T[part], add)
-        calls = [rows[:1] if first else rows for rows in records]
-    outputs = []
-    for rank, part in enumerate(parts):
-        others = iter(calls[1 - rank])
-        outputs.append(whiten(values_T[part], mask_T[part], lambda local, others=others: local + next(others)))
-    return np.concatenate(outputs)
+        def add_up(local: np.ndarray) -> np.ndarray:
+            board[rank] = local
+            barrier.wait()
+            total = board[0] + board[1]
+            barrier.wait()  # nobody writes the next call before everyone has read this one
+            return total
+
+        return whiten(values_T[part], mask_T[part], add_up)
+
+    with ThreadPoolExecutor(2) as pool:
+        return np.concatenate(list(pool.map(whiten_on, range(2))))
 
 
 def _kl_controller(name: str, case: Case, batch: GoldenBatch) -> Result:
@@ -147,16 +147,16 @@ def compute_routing(name: str, case: Case, batch: GoldenBatch, file: dict[str, A
     if match is None:
         raise Unmapped("no score function of ours goes by this name")
     score, bias, scaling, num_groups, group_topk = match.groups()
-    expert_bias_E = torch.tensor(file["expert_bias"]) if bias else None
+    expert_bias_E = torch.tensor(file["expert_bias"], dtype=torch.float64) if bias else None
     options: dict[str, Any] = {"score_function": score, "expert_bias_E": expert_bias_E}
     if num_groups is not None:
         options |= {"num_groups": int(num_groups), "group_topk": int(group_topk)}
     scale = float(scaling or 1.0)
-    logits_TE = torch.tensor(file["train_logits"]).requires_grad_()
-    replayed_Tk = select_experts(torch.tensor(file["rollout_logits"]), file["topk"], **options)
+    logits_TE = torch.tensor(file["train_logits"], dtype=torch.float64).requires_grad_()
+    replayed_Tk = select_experts(torch.tensor(file["rollout_logits"], dtype=torch.float64), file["topk"], **options)
     native_Tk = select_experts(logits_TE, file["topk"], **options)
     replay_TE = expert_probabilities(logits_TE, replayed_Tk, score, scale)
-    (grad_TE,) = torch.autograd.grad((replay_TE * torch.tensor(file["coef"])).sum(), logits_TE)
+    (grad_TE,) = torch.autograd.grad((replay_TE * torch.tensor(file["coef"], dtype=torch.float64)).sum(), logits_TE)
     replayed_Tk, native_Tk = replayed_Tk.sort(dim=-1).values, native_Tk.sort(dim=-1).values
     return {
         "replay_indices": replayed_Tk.tolist(),

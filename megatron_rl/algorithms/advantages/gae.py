@@ -1,10 +1,11 @@
 """Generalised advantage estimation on packed tokens, with a lambda per sequence for the actor and one for the critic.
 
-    delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}        R_t = V_t + A_t (critic's lambda)
+    delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}        R_t = V_t + A_t
 
-(arXiv 1506.02438 eq. 16.) t runs over the *trained* tokens of a sequence: across a masked stretch (a tool's answer) V_{t+1}
-and A_{t+1} are carried from the next trained token, undiscounted, as in verl and NeMo; OpenRLHF steps through the gap with V = 0.
-After the last trained token both are 0. All arithmetic is fp64.
+(arXiv 1506.02438 eq. 16), where the returns R use the critic's lambda. t runs over the *trained* tokens of a sequence:
+across a masked stretch (a tool's answer) V_{t+1} and A_{t+1} are carried from the next trained token, undiscounted, as
+in verl and NeMo; OpenRLHF steps through the gap with V = 0. After the last trained token both are 0. All arithmetic is
+fp64.
 
 Shape suffixes: _T packed tokens, _S sequences.
 """
@@ -22,7 +23,7 @@ Scan = Callable[
 
 
 def length_adaptive_lambda(num_tokens_S: np.ndarray, alpha: float) -> np.ndarray:
-    """1 - 1 / (alpha l), clamped at 0 (VAPO, arXiv 2504.05118 eq. 9; alpha 0.05 there). l counts trained tokens; l = 0 gives 0."""
+    """1 - 1 / (alpha l), clamped at 0, l the trained tokens (VAPO, arXiv 2504.05118 eq. 9; alpha 0.05 there)."""
     num_tokens_S = np.asarray(num_tokens_S, dtype=np.float64)
     return np.maximum(0.0, 1.0 - 1.0 / np.maximum(alpha * num_tokens_S, 1e-12))
 

@@ -8,8 +8,9 @@
     opo                   R_i - mean weighted by length       arXiv 2505.23585
     pass@k                the best of the group gets its lead over the second, the others 0    arXiv 2503.19595
 
-A group of one has no baseline: its advantage is 0 under grpo, dr_grpo, rloo and reinforce_pp_baseline (verl gives R there,
-NeMo 0). A group whose rewards are all equal gets exactly 0, detected by max == min: the deviation of equal floats need not be 0.
+A group of one has no baseline: its advantage is 0 under grpo, dr_grpo, rloo and reinforce_pp_baseline (verl gives R
+there, NeMo 0). A group whose rewards are all equal gets exactly 0, detected by max == min: the deviation of equal
+floats need not be 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import numpy as np
 
 
 def grpo_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6) -> np.ndarray:
-    """(R - mean) / (std + epsilon), [G]. verl, OpenRLHF, TRL: ddof 1; Megatron: ddof 0; one correct of four: 1.5 or 1.732."""
+    """(R - mean) / (std + epsilon), [G].
+
+    verl, OpenRLHF and TRL have ddof 1, Megatron 0: the one correct of four gets 1.5 or 1.732.
+    """
     rewards_G = _as_rewards(rewards_G)
     if _is_degenerate(rewards_G):
         return np.zeros_like(rewards_G)
@@ -62,7 +66,7 @@ def pass_at_k_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 
 
 
 def batch_scaled_advantages(rewards: Sequence[np.ndarray], ddof: int = 1, epsilon: float = 1e-6) -> list[np.ndarray]:
-    """(R_i - group mean) / (std over *all* rewards + epsilon), per group (TRL scale_rewards="batch", arXiv 2508.08221)."""
+    """(R_i - group mean) / (std over *all* rewards + epsilon), per group (arXiv 2508.08221)."""
     everything = np.concatenate([_as_rewards(rewards_G) for rewards_G in rewards])
     if _is_degenerate(everything):
         return [np.zeros(len(rewards_G)) for rewards_G in rewards]
@@ -74,8 +78,8 @@ def whiten_by_tokens(
 ) -> list[np.ndarray]:
     """Whiten per-trajectory scalars over the population of *tokens* (a long row weighs more), two-pass in fp64.
 
-    (x - mean) / sqrt(var + epsilon). `num_tokens` are the trained tokens of each trajectory. verl uses ddof 1, OpenRLHF and
-    NeMo ddof 0. Fewer than two tokens, or no variance: zeros.
+    (x - mean) / sqrt(var + epsilon). `num_tokens` are the trained tokens of each trajectory. verl uses ddof 1, OpenRLHF
+    and NeMo ddof 0. Fewer than two tokens, or no variance: zeros.
     """
     flat = np.concatenate([np.asarray(v, dtype=np.float64) for v in values])
     weights = np.concatenate([np.asarray(n, dtype=np.float64) for n in num_tokens])

@@ -23,7 +23,7 @@ def token_advantages(
     reduce_sum: SumOverRanks = identity,
     is_whitened: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages_T, returns_T), fp64, 0 on masked tokens, for every sequence of the training step that this rank holds.
+    """(advantages_T, returns_T), fp64, 0 on masked tokens, for all sequences of the step that this rank holds.
 
     The reward of a sequence falls on its last trained token; `kl_T` (old policy against reference) costs
     `kl.coefficient` on each trained token when `kl.placement` is `reward`. Returns are taken before whitening.
@@ -69,7 +69,10 @@ def token_rewards(
     kl_T: np.ndarray | None = None,
     kl_coefficient: float = 0.0,
 ) -> np.ndarray:
-    """-coefficient KL_t on trained tokens, plus the sequence's reward on its last one; fp64 [T]. No trained token: no reward."""
+    """-coefficient KL_t on trained tokens, plus the sequence's reward on its last one; fp64 [T].
+
+    A sequence without a trained token has no reward.
+    """
     rewards_T = np.zeros(len(mask_T))
     if kl_T is not None:
         rewards_T[mask_T] = -kl_coefficient * np.asarray(kl_T, dtype=np.float64)[mask_T]

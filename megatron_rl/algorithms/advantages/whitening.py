@@ -27,9 +27,9 @@ def whiten(
 ) -> np.ndarray:
     """(x - mean) / sqrt(var + epsilon) on unmasked tokens, 0 elsewhere; fp64 [T].
 
-    Two passes (mean, then squared deviations), two calls of `reduce_sum` on every rank: the one-pass form sum x^2 - n mean^2
-    cancels. ddof 1 is verl and slime, 0 is OpenRLHF, NeMo and AReaL (whose epsilon of 1e-5 stands on the std). A population
-    of `ddof` tokens or fewer gives zeros.
+    Two passes (mean, then squared deviations), two calls of `reduce_sum` on every rank: the one-pass form sum x^2 - n
+    mean^2 cancels. ddof 1 is verl and slime, 0 is OpenRLHF, NeMo and AReaL (whose epsilon of 1e-5 stands on the std). A
+    population of `ddof` tokens or fewer gives zeros.
     """
     values = np.asarray(values_T, dtype=np.float64)[np.asarray(mask_T, dtype=bool)]
     total, count = reduce_sum(np.array([values.sum(), float(len(values))]))

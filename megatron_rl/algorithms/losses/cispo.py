@@ -14,8 +14,8 @@ def cispo_loss(
 ) -> TokenLoss:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi (MiniMax-M1, arXiv 2506.13585 eq. 4-5).
 
-    Every token keeps a gradient; the loss value itself means nothing. The paper has no lower bound: clip_low = 1 says so.
-    The cap is 1 + clip_high (as in verl, slime, NeMo); TRL's `epsilon_high` is the cap itself.
+    Every token keeps a gradient; the loss value itself means nothing. The paper has no lower bound: clip_low = 1 says
+    so. The cap is 1 + clip_high (as in verl, slime, NeMo); TRL's `epsilon_high` is the cap itself.
     """
     ratio_T = torch.exp(log_ratio_T.detach())
     weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -1,8 +1,8 @@
 """Keeping entropy up by the covariance of advantage and log-prob: Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-cov_t = (A_t - mean A) (log pi_t - mean log pi): tokens with a large positive value are those that lower the entropy most.
-The population is the unmasked tokens that are handed in; hand in the minibatch's `means` where it is split over ranks.
-Shape suffix: _T packed tokens.
+cov_t = (A_t - mean A) (log pi_t - mean log pi): tokens with a large positive value are those that lower the entropy
+most. The population is the unmasked tokens that are handed in; hand in the minibatch's `means` where it is split over
+ranks. Shape suffix: _T packed tokens.
 """
 
 from __future__ import annotations

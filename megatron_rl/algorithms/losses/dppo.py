@@ -25,9 +25,9 @@ def dppo_loss(
 ) -> TokenLoss:
     """-sg[min(r, 20)] A log pi on tokens inside the trust region, 0 outside (arXiv 2602.04879).
 
-    A token is outside when the step already moved it in the advantage's direction by more than the bound: with A > 0 and
-    pi_policy > pi_old by `clip_high`, or A < 0 and pi_policy < pi_old by `clip_low`, where the distance is |pi_policy - pi_old|
-    (tv, usually 0.15) or the two-outcome KL(pi_old, pi_policy) (kl, usually 0.05).
+    A token is outside when the step already moved it in the advantage's direction by more than the bound: with A > 0
+    and pi_policy > pi_old by `clip_high`, or A < 0 and pi_policy < pi_old by `clip_low`, where the distance is
+    |pi_policy - pi_old| (tv, usually 0.15) or the two-outcome KL(pi_old, pi_policy) (kl, usually 0.05).
     """
     policy_T, old_T = torch.exp(policy_logprobs_T.detach()), torch.exp(old_logprobs_T)
     distance_T = (

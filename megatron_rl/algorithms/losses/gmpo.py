@@ -12,10 +12,11 @@ from megatron_rl.algorithms.segments import Segments
 def gmpo_loss(
     log_ratio_T: Tensor, advantages_T: Tensor, segments: Segments, *, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> TokenLoss:
-    """-A_i exp(mean_t c_t), c_t = the log-ratio clipped to [-clip_low, clip_high] on the advantage's side (arXiv 2507.20673).
+    """-A_i exp(mean_t c_t), c_t = the log-ratio clipped to [-clip_low, clip_high] on the advantage's side (arXiv
+    2507.20673).
 
-    A_i is the row's mean advantage. Written per token, in the stop-gradient form exp(sg[mean c]) exp(c_t - sg[c_t]), to be
-    aggregated as seq-mean-token-mean: value and gradient equal the sequence form.
+    A_i is the row's mean advantage. Written per token, in the stop-gradient form exp(sg[mean c]) exp(c_t - sg[c_t]), to
+    be aggregated as seq-mean-token-mean: value and gradient equal the sequence form.
     """
     (advantage_S,) = segments.means(advantages_T)
     advantage_T = segments.spread(advantage_S).to(log_ratio_T.dtype)

@@ -14,7 +14,8 @@ def positive_nll(
 ) -> Tensor:
     """-sum over correct rows of sum_t log pi / N_pos, N_pos their trained tokens in the whole minibatch. A scalar.
 
-    VAPO (arXiv 2504.05118 eq. 10), weighted there by 0.1. NeMo divides by the microbatch's own count, which depends on the layout.
+    VAPO (arXiv 2504.05118 eq. 10), weighted there by 0.1. NeMo divides by the microbatch's own count, which depends on
+    the layout.
     """
     is_counted_T = segments.mask_T & segments.spread(is_correct_S.bool())
     return -torch.where(is_counted_T, policy_logprobs_T, 0.0).sum() / max(denominators.num_positive_tokens, 1)

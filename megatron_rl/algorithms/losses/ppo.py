@@ -14,8 +14,8 @@ def clipped_surrogate(
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and for A < 0 at most -dual_clip A.
 
     PPO (arXiv 1707.06347 eq. 7) with clip_low = clip_high = 0.2; clip-higher (DAPO, arXiv 2503.14476 eq. 8) 0.2 / 0.28;
-    dual clip (arXiv 1912.09729 eq. 5) usually 3, off by default. The gradient is 0 exactly where A > 0 and r > 1 + clip_high,
-    or A < 0 and r < 1 - clip_low (or r > dual_clip): the side of the advantage decides, not the ratio alone.
+    dual clip (arXiv 1912.09729 eq. 5) usually 3, off by default. The gradient is 0 exactly where A > 0 and r > 1 +
+    clip_high, or A < 0 and r < 1 - clip_low (or r > dual_clip): the side of the advantage decides, not the ratio alone.
     """
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)

@@ -16,7 +16,8 @@ def sapo_loss(
 ) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive for A > 0, else tau_negative (arXiv 2511.20347).
 
-    With p the sigmoid, the gradient weight is 4 p (1 - p) r: 1 on policy, fading on both sides. Aggregated as seq-mean-token-mean.
+    With p the sigmoid, the gradient weight is 4 p (1 - p) r: 1 on policy, fading on both sides. Aggregated as
+    seq-mean-token-mean.
     """
     ratio_T = torch.exp(log_ratio_T)
     tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative).to(ratio_T.dtype)

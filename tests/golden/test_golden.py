@@ -1,0 +1,45 @@
+"""The golden numbers, through the command that a person runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def run_check(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "check.py"), str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=HERE.parents[1])
+
+
+def test_every_case_matches() -> None:
+    result = run_check(HERE / "data")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[0] == "150 of 150 cases match"
+    excepted = [line for line in result.stdout.splitlines() if line.startswith("  excepted")]
+    assert len(excepted) == 5 and all("DEFECT" in line for line in excepted)
+
+
+def test_a_wrong_value_an_unknown_case_and_a_forgotten_field_are_failures(tmp_path: Path) -> None:
+    shutil.copy(HERE / "data" / "batch.json", tmp_path)
+    contents = json.loads((HERE / "data" / "policy_losses.json").read_text())
+    case = contents["cases"]["ppo_clip_0.2_token-mean"]
+    wrong_grad = [list(row) for row in case["grad"]]
+    wrong_grad[3][2] += 1e-5
+    cases = {
+        "ppo_clip_0.2_token-mean": {**case, "grad": wrong_grad},
+        "ppo_dualclip_c3": contents["cases"]["ppo_dualclip_c3"],
+        "an_objective_nobody_knows": case,
+        "sapo_1.0_1.05": {**contents["cases"]["sapo_1.0_1.05"], "weights": [[1.0]]},
+    }
+    (tmp_path / "policy_losses.json").write_text(json.dumps({"cases": cases}))
+    result = run_check(tmp_path)
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[0] == "1 of 4 cases match", result.stdout + result.stderr
+    assert "ppo_clip_0.2_token-mean: grad is" in result.stdout
+    assert "an_objective_nobody_knows: not mapped" in result.stdout
+    assert "sapo_1.0_1.05: not computed: weights" in result.stdout

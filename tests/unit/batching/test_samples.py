@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.types.rollout import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    RewardResult,
+    RolloutSegment,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryState,
+)
+
+PROMPT = Prompt("p0", "2 + 3 =", (11, 12, 13), "5", "arithmetic")
+
+
+def make_trajectory(name: str, segments: list[RolloutSegment], reward: float | None = 1.0) -> Trajectory:
+    result = None if reward is None else RewardResult(reward=reward, is_correct=reward > 0.5)
+    return Trajectory(name, PROMPT, tuple(segments), TrajectoryState.DONE, result)
+
+
+def make_segment(tokens: tuple[int, ...], version: int, finish: FinishReason) -> RolloutSegment:
+    return RolloutSegment(tokens, tuple(-0.1 * t for t in tokens), PolicyVersion(version), finish)
+
+
+@pytest.fixture
+def group() -> TrajectoryGroup:
+    whole = make_trajectory("t0", [make_segment((5, 6), 7, FinishReason.STOP)], 1.0)
+    split = [make_segment((1, 2, 3), 7, FinishReason.SWITCH), make_segment((4,), 8, FinishReason.LENGTH)]
+    return TrajectoryGroup("g0", PROMPT, (whole, make_trajectory("t1", split, 0.25)))
+
+
+def test_arrays_are_token_aligned(group: TrajectoryGroup) -> None:
+    first, second = build_samples([group], [[0.5, -0.5]], mask_truncated=False)
+    assert second.token_ids_L.tolist() == [11, 12, 13, 1, 2, 3, 4]
+    assert second.loss_mask_L.tolist() == [False] * 3 + [True] * 4
+    assert second.versions_L.tolist() == [-1, -1, -1, 7, 7, 7, 8]
+    np.testing.assert_allclose(second.rollout_logprobs_L, [0, 0, 0, -0.1, -0.2, -0.3, -0.4], rtol=1e-6)
+    assert (second.reward, second.advantage, second.is_correct, second.is_truncated) == (0.25, -0.5, False, True)
+    assert (first.sample_id, first.group_id, first.is_correct, first.is_truncated) == ("t0", "g0", True, False)
+    assert [a.dtype for a in (first.token_ids_L, first.loss_mask_L, first.versions_L)] == [np.int64, np.bool_, np.int32]
+
+
+def test_truncated_answers_are_masked_but_kept(group: TrajectoryGroup) -> None:
+    first, second = build_samples([group], [[0.5, -0.5]], mask_truncated=True)
+    assert first.loss_mask_L.sum() == 2
+    assert second.loss_mask_L.sum() == 0 and second.advantage == -0.5
+
+
+def test_a_missing_or_broken_reward_names_its_owner(group: TrajectoryGroup) -> None:
+    unscored = replace(group, trajectories=(replace(group.trajectories[0], reward=None),))
+    with pytest.raises(ValueError, match="trajectory t0 has no reward"):
+        build_samples([unscored], [[0.0]], mask_truncated=False)
+    broken = replace(group.trajectories[0], reward=RewardResult(float("nan"), False))
+    with pytest.raises(ValueError, match="prompt p0: the reward is nan"):
+        build_samples([replace(group, trajectories=(broken,))], [[0.0]], mask_truncated=False)
+    with pytest.raises(ValueError, match="trajectory t1: the advantage is inf"):
+        build_samples([group], [[0.0, float("inf")]], mask_truncated=False)
+
+
+def test_shapes_must_agree(group: TrajectoryGroup) -> None:
+    with pytest.raises(ValueError, match="1 groups but advantages for 2"):
+        build_samples([group], [[0.0, 0.0], [1.0]], mask_truncated=False)
+    with pytest.raises(ValueError, match="group g0: 2 trajectories but 1 advantages"):
+        build_samples([group], [[0.0]], mask_truncated=False)
+
+
+def test_variance_is_max_against_min(group: TrajectoryGroup) -> None:
+    assert has_reward_variance(group)
+    equal = tuple(replace(t, reward=RewardResult(0.1, False)) for t in group.trajectories)
+    assert not has_reward_variance(replace(group, trajectories=equal))
