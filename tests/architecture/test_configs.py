@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.resolve import batch_equation, dump_yaml, resolve
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAYS = ("base", "models", "algorithms", "clusters")
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 
