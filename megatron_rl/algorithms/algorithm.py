@@ -67,7 +67,7 @@ class Algorithm:
         """
         section = self.section
         inputs = prepare(inputs)
-        segments = inputs.segments
+        segments = inputs.build_segments()
         weights_T = token_weights(
             section.aggregation,
             segments,
@@ -88,7 +88,7 @@ class Algorithm:
         )
         policy_loss = aggregate(token_loss.loss_T * correction_T, weights_T)
         metrics = _token_metrics(inputs, token_loss.ratio_T, token_loss.is_clipped_T, correction_T)
-        share = inputs.loss_mask_T.sum() / max(inputs.denominators.num_tokens, 1)
+        share = inputs.loss_mask_T.sum(dtype=torch.float64) / max(inputs.denominators.num_tokens, 1)
         metrics["loss/policy"] = (policy_loss.detach(), share)
         loss = policy_loss
 

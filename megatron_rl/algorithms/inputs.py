@@ -46,8 +46,8 @@ class LossInputs:
     reduce_segments: Callable[[Tensor], Tensor] = identity
     policy_version: int | None = None
 
-    @property
-    def segments(self) -> Segments:
+    def build_segments(self) -> Segments:
+        """The sequences of this microbatch. Counts their tokens, hence one call of `reduce_segments`."""
         return Segments(self.segment_ids_T, self.loss_mask_T, self.num_segments, self.reduce_segments)
 
 

@@ -6,8 +6,7 @@ Shape suffixes: _T packed tokens, _S sequences (segments) of the microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ def identity(statistics_Sk: Tensor) -> Tensor:
     return statistics_Sk
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Segments:
     """Which token belongs to which sequence, and which tokens count.
 
@@ -30,11 +29,12 @@ class Segments:
     mask_T: Tensor  # bool
     num: int
     reduce: Callable[[Tensor], Tensor] = identity
+    counts_S: Tensor = field(init=False)
+    """Unmasked tokens per sequence, fp64. Counted on construction, which is therefore a call of `reduce`."""
 
-    @cached_property
-    def counts_S(self) -> Tensor:
-        """Unmasked tokens per sequence, fp64."""
-        return self._sums(self.mask_T.to(torch.float64).unsqueeze(1)).squeeze(1)
+    def __post_init__(self) -> None:
+        counts_S = self._sums(self.mask_T.to(torch.float64).unsqueeze(1)).squeeze(1)
+        object.__setattr__(self, "counts_S", counts_S)
 
     def sums(self, *values_T: Tensor) -> tuple[Tensor, ...]:
         """Per sequence, the sum of each argument over its unmasked tokens; fp64 [S] each, one reduction for all."""

@@ -104,7 +104,7 @@ def _bypass_reinforce(name: str, case: Case, batch: GoldenBatch) -> Result:
 
     def loss_T(x: Any) -> Tensor:
         log_weight_T = log_ratio(x.policy_logprobs_T, x.rollout_logprobs_T)
-        weights_T = importance_weights(log_weight_T, x.segments, level, action, low, high)
+        weights_T = importance_weights(log_weight_T, x.build_segments(), level, action, low, high)
         return reinforce_loss(x.policy_logprobs_T, x.advantages_T).loss_T * weights_T
 
     return batch.token_loss(case, "token-mean", loss_T)

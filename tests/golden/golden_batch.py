@@ -106,7 +106,7 @@ class GoldenBatch:
     def token_loss(self, case: dict[str, Any], mode: str, compute: Callable[[LossInputs], Tensor]) -> dict[str, Any]:
         """Loss and gradient of a per-token loss, aggregated."""
         inputs = self.inputs(case)
-        weights_T = token_weights(mode, inputs.segments, inputs.denominators)
+        weights_T = token_weights(mode, inputs.build_segments(), inputs.denominators)
         return loss_and_grad(aggregate(compute(inputs), weights_T), inputs.policy_logprobs_T)
 
 

@@ -170,7 +170,7 @@ def _vespo(name: str, case: Case, batch: GoldenBatch) -> Result:
                 log_ratio(x.policy_logprobs_T, x.old_logprobs_T),
                 x.policy_logprobs_T,
                 x.advantages_T,
-                x.segments,
+                x.build_segments(),
                 k_positive=named_number(peer, "k_pos="),
                 lambda_positive=named_number(peer, "lam_pos="),
                 k_negative=named_number(peer, "k_neg="),

@@ -133,5 +133,5 @@ def test_too_long_and_too_few_are_refused_by_name() -> None:
         ValueError, match=rf"sample {name} takes {length} tokens .*max_tokens_per_microbatch={length - 1}"
     ):
         build(samples, max_tokens_per_microbatch=length - 1)
-    with pytest.raises(ValueError, match="4 samples cannot be split into trainer.minibatches_per_step=5"):
+    with pytest.raises(ValueError, match=r"4 samples cannot be split into trainer\.minibatches_per_step=5"):
         build(samples, num_minibatches=5)
