@@ -93,10 +93,10 @@ class Decoder:
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             heads, group, dim = query.shape[1:]
-            key, value = key.view(batch, length, heads, dim), value.view(batch, length, heads, dim)
+            key, value = key.reshape(batch, length, heads, dim), value.reshape(batch, length, heads, dim)
             if cache is not None:
                 cache.write_prompts(layer, slots, key.index_select(0, row_of_slot), value.index_select(0, row_of_slot))
-            query = query.view(batch, length, heads * group, dim).transpose(1, 2)
+            query = query.reshape(batch, length, heads * group, dim).transpose(1, 2)
             key, value = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (key, value))
             output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             return output.transpose(1, 2).reshape(batch * length, heads, group, dim)
@@ -151,13 +151,14 @@ class Decoder:
         dims, num_tokens = self.dims, len(normed_TH)
         num_query, num_kv = dims.num_heads // self.tp, local_kv_heads(dims, self.tp)
         qkv = F.linear(normed_TH, layer.qkv).view(num_tokens, self.tp, num_query + 2 * num_kv, dims.head_dim)
-        query, key, value = qkv.split((num_query, num_kv, num_kv), dim=2)
+        query_key, value = qkv.split((num_query + num_kv, num_kv), dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query = F.rms_norm(query, layer.q_norm.shape, layer.q_norm, dims.norm_epsilon)
-            key = F.rms_norm(key, layer.k_norm.shape, layer.k_norm, dims.norm_epsilon)
+            scale = torch.cat((layer.q_norm.expand(num_query, -1), layer.k_norm.expand(num_kv, -1)))
+            query_key = F.rms_norm(query_key, layer.q_norm.shape, eps=dims.norm_epsilon) * scale
+        query, key = _rotate(query_key, cos_TD, sin_TD).split((num_query, num_kv), dim=2)
         heads = self.tp * num_kv
-        query = _rotate(query, cos_TD, sin_TD).reshape(num_tokens, heads, num_query // num_kv, dims.head_dim)
-        key = _rotate(key, cos_TD, sin_TD).reshape(num_tokens, heads, dims.head_dim)
+        query = query.reshape(num_tokens, heads, num_query // num_kv, dims.head_dim)
+        key = key.reshape(num_tokens, heads, dims.head_dim)
         value = value.reshape(num_tokens, heads, dims.head_dim)
         return _row_parallel(attend(index, query, key, value).reshape(num_tokens, self.tp, -1), layer.output)
 

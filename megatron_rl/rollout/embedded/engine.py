@@ -1,8 +1,8 @@
 """The embedded engine: the scheduler on a thread of its own, behind the `GenerationEngine` protocol.
 
 One worker thread owns KV cache and scheduler and reads the weights. Requests, pauses, weight updates and scores reach
-it as commands in a queue that it empties between two steps: only one thread ever writes the state, and the event loop of
-the caller is never blocked.
+it as commands in a queue that it empties between two steps: only one thread writes the state, and the event loop of the
+caller is never blocked.
 """
 
 from __future__ import annotations

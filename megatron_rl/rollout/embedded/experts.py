@@ -48,10 +48,9 @@ def routed_mlp(
         output_MH = shard_MH if output_MH is None else output_MH.add_(shard_MH)
     assert output_MH is not None
     weights_M = weights_TK.flatten().index_select(0, order_M).to(hidden_TH.dtype)
-    # The inverse permutation puts each token's K outputs side by side: a sum in fixed order, where index_add_ on a GPU
-    # would add in any order.
-    unsorted_TKH = (output_MH * weights_M[:, None]).index_select(0, torch.argsort(order_M)).view(-1, top_k, w2.shape[2])
-    return unsorted_TKH.sum(dim=1)
+    # Each token's K outputs back side by side, then a sum in fixed order; index_add_ on a GPU would add in any order.
+    unsorted_MH = torch.empty_like(output_MH).index_copy_(0, order_M, output_MH.mul_(weights_M[:, None]))
+    return unsorted_MH.view(-1, top_k, w2.shape[2]).sum(dim=1)
 
 
 def _grouped_linear(inputs_MH: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
