@@ -23,7 +23,7 @@ _LAYOUT = "trainer.layout"
 _OPTIMIZER = "trainer.optimizer"
 _MODEL = "model.dims"
 
-# Options that one of our own sections owns: option -> the key to set instead.
+# Options that follow from our own keys: option -> the key to set instead; "" where no key decides it.
 OWNED_BY_US: Mapping[str, Mapping[str, str]] = {
     "transformer": {
         "tensor_model_parallel_size": f"{_LAYOUT}.tp",
@@ -47,8 +47,18 @@ OWNED_BY_US: Mapping[str, Mapping[str, str]] = {
         "moe_router_bias_update_rate": "trainer.moe_expert_bias_update_rate",
         "moe_router_enable_expert_bias": "trainer.moe_expert_bias_update_rate",
         "recompute_granularity": "trainer.recompute",
+        "normalization": "model.family",
+        "gated_linear_unit": "model.family",
+        "activation_func": "model.family",
+        "add_bias_linear": "model.family",
+        "add_qkv_bias": "model.family",
+        "qk_layernorm": "model.family",
+        "moe_router_pre_softmax": f"{_MODEL}.norm_topk_prob",
+        "variable_seq_lengths": "",
         "bf16": "model.dtype",
         "fp16": "model.dtype",
+        "params_dtype": "model.dtype",
+        "pipeline_dtype": "model.dtype",
         "transformer_impl": "trainer.layer_spec",
         "calculate_per_token_loss": "algorithm.aggregation",
     },
@@ -64,6 +74,7 @@ OWNED_BY_US: Mapping[str, Mapping[str, str]] = {
         "use_distributed_optimizer": f"{_OPTIMIZER}.distributed",
         "bf16": "model.dtype",
         "fp16": "model.dtype",
+        "params_dtype": "model.dtype",
     },
     "ddp": {
         "use_distributed_optimizer": f"{_OPTIMIZER}.distributed",
@@ -82,7 +93,9 @@ OWNED_BY_US: Mapping[str, Mapping[str, str]] = {
         "dtype": "model.dtype",
         "custom_weight_loader": "sync.transport (the weight sync brings its own loader)",
         "max_running_requests": "rollout.sglang.num_concurrent",
-        "random_seed": "run.seed",
+        "device": "cluster.gpus_per_engine_rank (0: the CPU)",
+        "skip_tokenizer_init": "",
+        "weight_version": "",
     },
 }
 
@@ -117,9 +130,9 @@ def check_options(name: str, given: Mapping[str, Any], prefix: str) -> Iterator[
     for option, value in given.items():
         path = f"{prefix}.{option}"
         if option in owned:
-            yield path, f"is derived; set {owned[option]} instead"
+            yield path, f"is derived; set {owned[option]} instead" if owned[option] else "is derived; remove it"
         elif option in table["not_yaml"]:
-            yield path, f"is a {table['not_yaml'][option]} in {source}, which YAML cannot express"
+            yield path, f"has type {table['not_yaml'][option]} in {source}, which YAML cannot express"
         elif option not in table["options"]:
             near = did_you_mean(path, [f"{prefix}.{known}" for known in table["options"] if known not in owned])
             yield path, f"not an option of {source}" + (near if near.startswith("; did you mean") else "")
