@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.resolve import batch_equation, dump_yaml, resolve
+from megatron_rl.config.sections import ExperimentConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAYS = ("base", "models", "algorithms", "clusters")
@@ -40,3 +44,22 @@ def test_loads_and_resolves(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_every_overlay_folder_is_there() -> None:
     assert {path.relative_to(CONFIGS).parts[0] for path in FILES} >= set(OVERLAYS)
+
+
+def test_the_documentation_names_every_section() -> None:
+    text = (CONFIGS.parent / "docs" / "configuration.md").read_text()
+    named = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert named == [field.name for field in dataclasses.fields(ExperimentConfig)]
+
+
+def test_the_documentation_names_every_dependency() -> None:
+    """Every requirement of setup.py has its row."""
+    text = (CONFIGS.parent / "docs" / "dependencies.md").read_text()
+    rows = " ".join(line.split("|")[1].lower() for line in text.splitlines() if line.startswith("|"))
+    tree = ast.parse((CONFIGS.parent / "setup.py").read_text())
+    lists = [node for node in ast.walk(tree) if isinstance(node, ast.List)]
+    texts = [item.value for node in lists for item in node.elts if isinstance(item, ast.Constant)]
+    names = {re.match(r"[\w-]+", text).group().lower() for text in texts if re.search(r"[<>=]=|^\w[\w-]*$", text)}
+    assert names >= {"numpy", "torch", "ray"}
+    words = set(re.findall(r"[\w-]+", rows))
+    assert names - words - {"megatron_rl"} == set()
