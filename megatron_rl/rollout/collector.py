@@ -93,11 +93,14 @@ class Collector:
                 )
                 queue.finish(engine)
 
-        async with asyncio.TaskGroup() as tasks:
-            for slot in range(max(self._capacities)):  # slot-major: the engines fill up side by side
-                for engine, capacity in enumerate(self._capacities):
-                    if slot < capacity:
-                        tasks.create_task(worker(engine))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for slot in range(max(self._capacities)):  # slot-major: the engines fill up side by side
+                    for engine, capacity in enumerate(self._capacities):
+                        if slot < capacity:
+                            tasks.create_task(worker(engine))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         elapsed = time.monotonic() - started
         groups = [
             TrajectoryGroup(f"{tag}/{prompt.prompt_id}", prompt, tuple(t for t in row if t is not None))

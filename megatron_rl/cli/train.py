@@ -1,0 +1,79 @@
+"""`megatron-rl train CONFIG [key=value ...]`: run an experiment."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from typing import Any
+
+from megatron_rl.checkpoint.hf_folder import CheckpointError
+from megatron_rl.config.load import LoadedExperiment, load_experiment
+from megatron_rl.config.resolve import resolve
+from megatron_rl.config.sections import ExperimentConfig
+from megatron_rl.controller.experiment import Experiment, Interrupted, engine_layout, trainer_layout
+from megatron_rl.controller.loop import PhaseTimeoutError
+from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
+from megatron_rl.controller.placement import PlacementError
+from megatron_rl.controller.remote import ActorDiedError
+from megatron_rl.controller.run_directory import RunDirectoryError
+from megatron_rl.data.errors import DataError
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.layout.checks import check_engine_layout, check_trainer_layout
+from megatron_rl.model_families.hf_config import UnsupportedModelError
+from megatron_rl.resharding.verify import SyncError
+from megatron_rl.rewards.registry import RewardError
+
+PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError)
+"""What a person can mend: one line, exit code 2."""
+RUN_FAILURES = (ActorDiedError, SyncError, PhaseTimeoutError, PlacementError, FloatingPointError)
+"""What stopped a run: one line, exit code 1."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train to the end; returns the exit status. Messages go to stderr. A ConfigError is the caller's to print."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        asyncio.run(build_experiment(args.config, args.overrides).execute())
+    except PERSONS_MISTAKES as error:
+        return _fail(error, 2)
+    except Interrupted as error:
+        return _fail(error, 130)
+    except RUN_FAILURES as error:
+        return _fail(error, 1)
+    return 0
+
+
+def build_experiment(path: str, overrides: list[str]) -> Experiment:
+    """Load, resolve and check everything that needs no process. Raises one of `PERSONS_MISTAKES` or ConfigError."""
+    loaded = load_experiment(path, overrides)
+    config = resolve(loaded.config)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path)
+    model = build_model_setup(config.model, config.run.seed, tokenizer.vocab_size)
+    check_model(loaded, config, model)
+    return Experiment(config, model, tokenizer)
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"megatron-rl: {error}", file=sys.stderr)
+    return status
+
+
+def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: ModelSetup) -> None:
+    """Refuse sizes that the model does not divide into. Raises ConfigError with file and line."""
+    kind = config.rollout.engine
+    tp = engine_layout(config.rollout).tp
+    loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config)))
+    loaded.provenance.reject(check_engine_layout(model.dims, tp, f"rollout.{kind}.tp_size"))
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        description="Run an experiment to its end. Everything it leaves is in its run directory.",
+        epilog="example:\n  megatron-rl train configs/quickstart.yaml run.seed=2 trainer.optimizer.learning_rate=2e-4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="experiment file (YAML)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example run.num_steps=20")

@@ -1,0 +1,32 @@
+"""The Ray actors: thin shells around plain classes.
+
+The plain classes are imported inside the actor's process only: the driver needs neither Megatron nor an engine, and a
+trainer's interpreter need not have SGLang, nor an engine's Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from megatron_rl.controller.setups import EngineSetup, WorkerSetup
+
+
+class TrainerActor:
+    """One `PolicyWorker`."""
+
+    def __init__(self, setup: WorkerSetup, rank: int) -> None:
+        self._worker = importlib.import_module("megatron_rl.controller.policy_worker").PolicyWorker(setup, rank)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
+
+class EngineActor:
+    """One `EngineHost`; calls run side by side on the actor's event loop."""
+
+    def __init__(self, setup: EngineSetup, number: int) -> None:
+        self._host = importlib.import_module("megatron_rl.controller.engine_host").EngineHost(setup, number)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._host, method)(*args)

@@ -1,0 +1,77 @@
+"""Scored groups -> the batch of one training step, and reference answers -> the batch of a warm-start step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.batching.build import build_train_batch
+from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.config.sections import RunSection, TrainerSection
+from megatron_rl.data.bundle import SftPair
+from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.types.rollout import TrajectoryGroup
+from megatron_rl.types.training import TrainBatch, TrainSample
+
+
+class Batcher:
+    """Cuts samples into minibatches, data-parallel shares and packed microbatches."""
+
+    def __init__(self, algorithm: Algorithm, trainer: TrainerSection, layout: ParallelLayout, run: RunSection) -> None:
+        self._algorithm, self._trainer, self._layout, self._run = algorithm, trainer, layout, run
+
+    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> TrainBatch | None:
+        """The batch of a training step; None when every group was left out for want of reward variance."""
+        section = self._algorithm.section
+        if section.skip_zero_variance_groups:
+            groups = [group for group in groups if has_reward_variance(group)]
+        if not groups:
+            return None
+        rewards = [[t.reward.reward for t in group.trajectories if t.reward is not None] for group in groups]
+        counts = [[len(t.response_ids) for t in group.trajectories] for group in groups]
+        advantages = self._algorithm.group_advantages(rewards, counts)
+        samples = build_samples(groups, [list(row) for row in advantages], section.mask_truncated)
+        return self._pack(samples, self._trainer.minibatches_per_step, self._trainer.inner_epochs, step)
+
+    def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:
+        """The batch of one supervised step: the loss mask is the answer."""
+        return self._pack([_supervised_sample(number, pair) for number, pair in enumerate(pairs)], 1, 1, step)
+
+    def _pack(self, samples: list[TrainSample], num_minibatches: int, inner_epochs: int, step: int) -> TrainBatch:
+        layout = self._layout
+        return build_train_batch(
+            samples,
+            dp_size=layout.dp,
+            num_minibatches=min(num_minibatches, len(samples)),
+            inner_epochs=inner_epochs,
+            max_tokens_per_microbatch=self._trainer.max_tokens_per_microbatch,
+            microbatch_multiple=layout.pp if layout.virtual_pp > 1 else 1,
+            length_multiple=2 * layout.cp if layout.cp > 1 else 1,
+            seed=self._run.seed * 1_000_003 + step,
+        )
+
+
+def _supervised_sample(number: int, pair: SftPair) -> TrainSample:
+    num_prompt, num_answer = len(pair.prompt_ids), len(pair.answer_ids)
+    length = num_prompt + num_answer
+    return TrainSample(
+        sample_id=f"warm-start/{number}",
+        group_id=f"warm-start/{number}",
+        token_ids_L=np.array((*pair.prompt_ids, *pair.answer_ids), dtype=np.int64),
+        loss_mask_L=np.arange(length) >= max(num_prompt, 1),
+        rollout_logprobs_L=np.zeros(length, dtype=np.float32),
+        versions_L=np.full(length, -1, dtype=np.int32),
+        reward=0.0,
+        advantage=0.0,
+        is_correct=True,
+        is_truncated=False,
+    )
+
+
+def share_of(batch: TrainBatch, dp_rank: int) -> TrainBatch:
+    """The batch with the microbatches of one data-parallel rank only; the denominators stay global."""
+    minibatches = tuple(replace(m, microbatches=(m.microbatches[dp_rank],)) for m in batch.minibatches)
+    return replace(batch, minibatches=minibatches)

@@ -1,0 +1,252 @@
+"""From a resolved configuration to a finished run: builds every part, starts the processes, always stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.checkpoint.hf_export import merge_export
+from megatron_rl.config.resolve import dump_yaml
+from megatron_rl.config.sections import ExperimentConfig, RolloutSection, SamplingSection
+from megatron_rl.controller.actors import EngineActor, TrainerActor
+from megatron_rl.controller.batcher import Batcher
+from megatron_rl.controller.loop import TrainingLoop
+from megatron_rl.controller.model_setup import DTYPES, ModelSetup
+from megatron_rl.controller.placement import Cluster, plan_bundles
+from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
+from megatron_rl.controller.run_directory import RunDirectory
+from megatron_rl.controller.setups import EngineSetup, WorkerSetup
+from megatron_rl.controller.weight_sync import WeightSync
+from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
+from megatron_rl.rewards.registry import load_reward
+from megatron_rl.rollout.collector import Collector, Scorer
+from megatron_rl.telemetry.build import build_telemetry
+from megatron_rl.telemetry.telemetry import Telemetry
+from megatron_rl.types.layout import EngineLayout, ParallelLayout
+from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
+
+logger = logging.getLogger(__name__)
+STOP_TIMEOUT_S = 30.0
+
+
+class Interrupted(Exception):  # noqa: N818 (a request, not an error)
+    """SIGINT or SIGTERM asked the run to stop."""
+
+
+class Experiment:
+    """One run. `execute` builds, trains and cleans up; it raises what stopped it, after everything is down."""
+
+    def __init__(self, config: ExperimentConfig, model: ModelSetup, tokenizer: Tokenizer) -> None:
+        self._config, self._model, self._tokenizer = config, model, tokenizer
+        self._layout = trainer_layout(config)
+        self._engine_layout = engine_layout(config.rollout)
+        self._key = secrets.token_bytes(32)
+        self.directory = RunDirectory(config.run.directory)
+
+    async def execute(self) -> None:
+        """Run to the end, or until a signal; leaves no process behind either way."""
+        config = self._config
+        data = build_data(config.data, config.run.num_eval_prompts, self._tokenizer)
+        self.directory.create(dump_yaml(config), overwrite=config.run.overwrite)
+        task = asyncio.ensure_future(self._run(data))
+        interrupted: list[str] = []
+
+        def interrupt(name: str) -> None:
+            interrupted.append(name)
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt, number.name)
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise Interrupted(f"{interrupted[0] if interrupted else 'a signal'}: stopped") from None
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def _run(self, data: DataBundle) -> None:
+        config = self._config
+        engines_per = self._engine_layout.tp
+        plan = plan_bundles(config.cluster, self._layout.world_size, config.rollout.num_engines, engines_per)
+        cluster = Cluster(config.cluster, plan, namespace=f"megatron-rl-{secrets.token_hex(4)}")
+        telemetry = build_telemetry(config.telemetry, self.directory.path, config.run.num_steps, sys.stderr)
+        engines: list[RemoteEngine] = []
+        try:
+            trainers = self._create_trainers(cluster)
+            engines += self._create_engines(cluster)
+            async with asyncio.timeout(config.cluster.start_timeout_s):
+                _, *starts = await asyncio.gather(trainers.start(), *(engine.start() for engine in engines))
+            addresses = [address for start in starts for address in start]
+            logger.info(
+                "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
+                len(engines), self._engine_layout.tp,
+            )  # fmt: skip
+            weight_sync = WeightSync(
+                self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
+            )
+            await self._training_loop(data, engines, trainers, weight_sync, telemetry).execute()
+            if config.checkpoint.export_hf_at_end:
+                await self._export(trainers)
+        finally:
+            await _stop_all(engines)
+            cluster.close()
+            telemetry.close()
+
+    def _training_loop(
+        self,
+        data: DataBundle,
+        engines: Sequence[RemoteEngine],
+        trainers: TrainerGroup,
+        weight_sync: WeightSync,
+        telemetry: Telemetry,
+    ) -> TrainingLoop:
+        config = self._config
+        collector = Collector(engines, self._capacities(), self._scorer(data), config.run.seed)
+        algorithm = build_algorithm(config.algorithm)
+        assert config.rollout.eval_sampling is not None
+        return TrainingLoop(
+            config.run,
+            config.trainer,
+            self._sampling(config.rollout.sampling),
+            self._sampling(config.rollout.eval_sampling),
+            data=data,
+            pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
+            decode=self._tokenizer.decode,
+            collector=collector,
+            batcher=Batcher(algorithm, config.trainer, self._layout, config.run),
+            trainers=trainers,
+            weight_sync=weight_sync,
+            telemetry=telemetry,
+            directory=self.directory,
+        )
+
+    def _create_trainers(self, cluster: Cluster) -> TrainerGroup:
+        config = self._config
+        setup = WorkerSetup(
+            model=self._model,
+            dtype=config.model.dtype,
+            section=config.trainer,
+            algorithm=config.algorithm,
+            sync=config.sync,
+            layout=self._layout,
+            engine_layout=self._engine_layout,
+            temperature=config.rollout.sampling.temperature,
+            seed=config.run.seed,
+            start_timeout_s=config.cluster.start_timeout_s,
+        )
+        actors = [
+            cluster.create(TrainerActor, f"trainer-{rank}", rank, config.cluster.trainer_python, setup, rank)
+            for rank in range(self._layout.world_size)
+        ]
+        return TrainerGroup(actors, self._layout, self._key, cluster.logs)
+
+    def _create_engines(self, cluster: Cluster) -> list[RemoteEngine]:
+        config = self._config
+        engine_dtype = config.rollout.embedded.dtype if config.rollout.engine == "embedded" else config.model.dtype
+        setup = EngineSetup(
+            model=self._model,
+            section=config.rollout,
+            stop_token_ids=(self._tokenizer.eos_id,),
+            max_context=_longest(config),
+            dtype=engine_dtype or config.model.dtype,
+            key=self._key,
+            run_directory=str(self.directory.path),
+        )
+        return [
+            RemoteEngine(
+                cluster.create(
+                    EngineActor, f"engine-{number}", self._layout.world_size + number, config.cluster.engine_python, setup, number
+                ),
+                f"engine-{number}",
+                cluster.logs,
+            )
+            for number in range(config.rollout.num_engines)
+        ]
+
+    def _reshard_plan(self) -> ReshardPlan:
+        return build_reshard_plan(
+            self._model.family_name,
+            self._model.dims,
+            self._layout,
+            self._engine_layout,
+            trainer_vocab_multiple=self._model.vocab_multiple,
+        )
+
+    def _scorer(self, data: DataBundle) -> Scorer:
+        rewards = {source: load_reward(name) for source, name in data.reward_names.items()}
+
+        def score(prompt: Prompt, response_ids: Sequence[int], is_finished: bool) -> RewardResult:
+            return rewards[prompt.source](prompt, self._tokenizer.decode(response_ids), is_finished)
+
+        return score
+
+    def _capacities(self) -> list[int]:
+        rollout = self._config.rollout
+        slots = rollout.embedded.num_slots if rollout.engine == "embedded" else rollout.sglang.num_concurrent
+        return [slots] * rollout.num_engines
+
+    def _sampling(self, section: SamplingSection) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=section.max_new_tokens,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            stop_token_ids=(self._tokenizer.eos_id,),
+        )
+
+    async def _export(self, trainers: TrainerGroup) -> None:
+        folder = self.directory.path / "checkpoints" / "final"
+        parts = str(folder) + ".parts"
+        await trainers.export_parts(parts)
+        dtype = DTYPES[self._config.model.dtype]
+        await asyncio.to_thread(merge_export, parts, folder, self._model.family, self._model.dims, dtype)
+        self._tokenizer.save(folder)
+        logger.info("exported %s", folder)
+
+
+def trainer_layout(config: ExperimentConfig) -> ParallelLayout:
+    """The layout of a resolved experiment."""
+    section = config.trainer.layout
+    assert section.dp is not None and section.etp is not None, "resolve the configuration first"
+    return ParallelLayout(
+        tp=section.tp, pp=section.pp, virtual_pp=section.virtual_pp, cp=section.cp,
+        ep=section.ep, etp=section.etp, dp=section.dp,
+    )  # fmt: skip
+
+
+def engine_layout(section: RolloutSection) -> EngineLayout:
+    tp = section.embedded.tp_size if section.engine == "embedded" else section.sglang.tp_size
+    return EngineLayout(tp=tp, num_engines=section.num_engines)
+
+
+def _longest(config: ExperimentConfig) -> int:
+    eval_sampling = config.rollout.eval_sampling or config.rollout.sampling
+    longest = max(config.rollout.sampling.max_new_tokens, eval_sampling.max_new_tokens)
+    return config.rollout.embedded.max_context or config.data.max_prompt_tokens + longest
+
+
+def _sizes(layout: ParallelLayout) -> str:
+    names = ("tp", "pp", "virtual_pp", "cp", "ep", "etp", "dp")
+    return " ".join(f"{name}{getattr(layout, name)}" for name in names if getattr(layout, name) > 1) or "single"
+
+
+async def _stop_all(engines: Sequence[RemoteEngine]) -> None:
+    """Let engines end what they started. An engine that is dead or hangs is left to the cluster's end."""
+    stops = asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
+    try:
+        results = await asyncio.wait_for(stops, STOP_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("engines did not stop within %.0f s; their processes are ended", STOP_TIMEOUT_S)
+        return
+    for result in results:
+        if isinstance(result, Exception):
+            logger.debug("while stopping: %s", result)

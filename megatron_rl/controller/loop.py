@@ -1,0 +1,162 @@
+"""The training loop: collect, batch, train, publish. It knows no Ray, no Megatron and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from megatron_rl.config.sections import OptimizerSection, RunSection, TrainerSection
+from megatron_rl.controller.batcher import Batcher
+from megatron_rl.controller.metrics import accuracy, rollout_metrics, sample_rows, training_metrics
+from megatron_rl.controller.run_directory import RunDirectory
+from megatron_rl.data.bundle import DataBundle, SftPair
+from megatron_rl.rollout.collector import Collector, RolloutStats
+from megatron_rl.telemetry.telemetry import Telemetry
+from megatron_rl.types.rollout import PolicyVersion, Prompt, SamplingParams, TrajectoryGroup
+from megatron_rl.types.training import TrainBatch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Trainers(Protocol):
+    """The policy's ranks as the loop sees them."""
+
+    async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None: ...
+
+    async def train_step(self, batch: TrainBatch, version: int) -> dict[str, float]: ...
+
+    async def sft_step(self, batch: TrainBatch) -> dict[str, float]: ...
+
+
+class Publisher(Protocol):
+    """What brings the trainers' weights to the engines."""
+
+    async def publish(self) -> PolicyVersion: ...
+
+
+class PhaseTimeoutError(RuntimeError):
+    """A phase took longer than `run.deadline_s`; the message is one line."""
+
+
+class TrainingLoop:
+    """One run: warm start, then `num_steps` training steps in lockstep (no sample is older than the policy it trains)."""
+
+    def __init__(
+        self,
+        run: RunSection,
+        trainer: TrainerSection,
+        sampling: SamplingParams,
+        eval_sampling: SamplingParams,
+        *,
+        data: DataBundle,
+        pairs_of: Callable[[Sequence[Prompt]], list[SftPair]],
+        decode: Callable[[Sequence[int]], str],
+        collector: Collector,
+        batcher: Batcher,
+        trainers: Trainers,
+        weight_sync: Publisher,
+        telemetry: Telemetry,
+        directory: RunDirectory,
+    ) -> None:
+        self.run, self.trainer = run, trainer
+        self.sampling, self.eval_sampling = sampling, eval_sampling
+        self.data, self.pairs_of, self.decode = data, pairs_of, decode
+        self.collector, self.batcher = collector, batcher
+        self.trainers, self.weight_sync = trainers, weight_sync
+        self.telemetry, self.directory = telemetry, directory
+        self.version = PolicyVersion(0)
+        self._learning_rate = 0.0
+
+    async def execute(self) -> None:
+        """The whole run."""
+        await self.warm_start()
+        steps_per_step = self.trainer.minibatches_per_step * self.trainer.inner_epochs
+        await self.trainers.begin_phase(self.trainer.optimizer, self.run.num_steps * steps_per_step)
+        with self.telemetry.step(0):
+            self.version = await self._phase("sync", self.weight_sync.publish())
+            await self._evaluate(0)
+            self.telemetry.record({"policy_version": self.version})
+        for step in range(1, self.run.num_steps + 1):
+            with self.telemetry.step(step):
+                await self.run_step(step)
+
+    async def run_step(self, step: int) -> None:
+        """One training step: rollouts, batch, optimizer steps, weight sync."""
+        prompts = self.data.train_sampler.next(self.run.prompts_per_step)
+        groups, rollout = await self._collect(prompts, self.run.samples_per_prompt, self.sampling, f"step-{step}")
+        batch = self.batcher.build(groups, step)
+        trained = await self._train(batch)
+        self.version = await self._phase("sync", self.weight_sync.publish())
+        if self._is_evaluated(step):
+            await self._evaluate(step)
+        self._report(step, groups, rollout, trained)
+
+    async def warm_start(self) -> None:
+        """Supervised steps on reference answers, before RL."""
+        section = self.trainer.warm_start
+        if section.num_steps == 0:
+            return
+        optimizer = OptimizerSection(learning_rate=section.learning_rate, num_warmup_steps=section.num_warmup_steps)
+        await self.trainers.begin_phase(optimizer, section.num_steps)
+        for step in range(1, section.num_steps + 1):
+            pairs = self.pairs_of(self.data.warm_start_sampler.next(section.batch_size))
+            batch = self.batcher.build_supervised(pairs, step)
+            metrics = await self._phase("warm_start", self.trainers.sft_step(batch))
+            if step % 20 == 0 or step == section.num_steps:
+                logger.info("warm start %d/%d: loss %.3f", step, section.num_steps, metrics["loss/supervised"])
+
+    async def _collect(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, tag: str
+    ) -> tuple[list[TrajectoryGroup], RolloutStats]:
+        return await self._phase("rollout", self.collector.collect(prompts, num_samples, sampling, tag))
+
+    async def _train(self, batch: TrainBatch | None) -> dict[str, float] | None:
+        if batch is None:
+            return None
+        return await self._phase("train", self.trainers.train_step(batch, self.version))
+
+    async def _evaluate(self, step: int) -> None:
+        """Accuracy on the held-out prompts; equal draws at every step, so that only the policy differs."""
+        if self.run.eval_interval == 0:
+            return
+        with self.telemetry.span("eval"):
+            groups, _ = await self._deadline(
+                "eval", self.collector.collect(self.data.eval_prompts, 1, self.eval_sampling, "eval")
+            )
+        self.telemetry.record({"eval/accuracy": accuracy(groups)})
+
+    def _is_evaluated(self, step: int) -> bool:
+        interval = self.run.eval_interval
+        return interval > 0 and (step % interval == 0 or step == self.run.num_steps)
+
+    def _report(
+        self, step: int, groups: Sequence[TrajectoryGroup], rollout: RolloutStats, trained: dict[str, float] | None
+    ) -> None:
+        metrics = training_metrics(trained, self._learning_rate)
+        self._learning_rate = metrics["learning_rate"]
+        times = {"time/generate_s": rollout.generate_s, "time/reward_s": rollout.reward_s}
+        self.telemetry.record(
+            {"policy_version": self.version} | times | rollout_metrics(groups, rollout) | metrics
+        )
+        shown = groups[: self.run.num_logged_samples]
+        texts = [[self.decode(trajectory.response_ids) for trajectory in group.trajectories] for group in shown]
+        rows = sample_rows(shown, texts)
+        self.directory.write_rollouts(step, rows)
+        self.telemetry.text("samples", [f"{r['prompt']!r} -> {r['response']!r} ({r['reward']})" for r in rows])
+
+    async def _phase(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        with self.telemetry.span(name):
+            return await self._deadline(name, work)
+
+    async def _deadline(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        scope = asyncio.timeout(self.run.deadline_s)
+        try:
+            async with scope:
+                return await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise PhaseTimeoutError(f"phase {name}: not done within run.deadline_s={self.run.deadline_s:.0f}") from None

@@ -1,0 +1,151 @@
+"""One trainer rank: a plain class that an actor wraps and tests build without Ray.
+
+Every method is collective over the ranks of a layout: the group calls it on all of them.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.checkpoint.hf_export import write_export_part
+from megatron_rl.checkpoint.hf_shards import import_params
+from megatron_rl.config.sections import OptimizerSection
+from megatron_rl.controller.setups import WorkerSetup
+from megatron_rl.platforms.platform import select_platform
+from megatron_rl.resharding.execute import Address, execute_send
+from megatron_rl.resharding.plan import build_reshard_plan
+from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
+from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.training import TrainBatch
+
+
+class PolicyWorker:
+    """One rank of the policy."""
+
+    def __init__(self, setup: WorkerSetup, rank: int) -> None:
+        self._setup, self._rank = setup, rank
+        self._algorithm = build_algorithm(setup.algorithm)
+        torch.set_num_threads(setup.section.num_threads)
+
+    def free_address(self) -> Address:
+        """A host and free port of this process's node, for rank 0 to listen on."""
+        host = socket.gethostbyname(socket.gethostname()) if self._setup.layout.world_size > 1 else "127.0.0.1"
+        with socket.create_server((host, 0)) as probe:
+            return host, probe.getsockname()[1]
+
+    def start(self, address: Address) -> None:
+        """Join the others at rank 0's address, build the model and load its first weights."""
+        setup = self._setup
+        platform = select_platform(0)
+        platform.prepare_megatron()
+        init_distributed(
+            platform,
+            rank=self._rank,
+            world_size=setup.layout.world_size,
+            master_address=address[0],
+            master_port=address[1],
+            timeout_s=setup.start_timeout_s,
+        )
+        init_model_parallel(setup.layout, seed=setup.seed)
+        self._trainer = PolicyTrainer(
+            setup.model.dims,
+            setup.dtype,
+            setup.section,
+            setup.layout,
+            platform,
+            seed=setup.seed,
+            temperature=setup.temperature,
+            vocab_multiple=setup.model.vocab_multiple,
+        )
+        chunks = import_params(
+            setup.model.source(),
+            setup.model.family,
+            setup.model.dims,
+            setup.layout,
+            self._rank,
+            spec=self._spec,
+            vocab_multiple=setup.model.vocab_multiple,
+            dtype=torch.float32,
+        )
+        self._trainer.load_parameters(chunks)
+
+    def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
+        """Start the warm start or RL: a schedule of its own and fresh Adam moments."""
+        self._trainer.begin_phase(section, num_optimizer_steps)
+
+    def train_step(self, batch: TrainBatch, version: int) -> dict[str, float] | None:
+        """Annotate, then one optimizer step per minibatch. `batch` holds this rank's data-parallel share only; `version`
+        is the policy being trained.
+
+        Returns the metrics, averaged over the minibatches, on rank 0 and None elsewhere.
+        """
+        algorithm = self._algorithm
+        if len(batch.minibatches) == 1:  # the policy has not moved yet: its own log-probs are the old ones
+            algorithm = replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
+        annotated = [self._trainer.annotate(minibatch.microbatches[0], algorithm.needs) for minibatch in batch.minibatches]
+        steps = [
+            self._trainer.train_minibatch(microbatches, minibatch.denominators, algorithm, policy_version=version)
+            for microbatches, minibatch in zip(annotated, batch.minibatches, strict=True)
+        ]
+        return mean_metrics(steps) if self._rank == 0 else None
+
+    def sft_step(self, batch: TrainBatch) -> dict[str, float] | None:
+        """One supervised step per minibatch. Returns the metrics on rank 0."""
+        steps = [self._trainer.sft_minibatch(m.microbatches[0], m.denominators) for m in batch.minibatches]
+        return mean_metrics(steps) if self._rank == 0 else None
+
+    def send_weights(self, addresses: Sequence[Address], key: bytes, dtype: str, version: int) -> list[ShardDigest]:
+        """Send this rank's boxes to the engine ranks."""
+        setup = self._setup
+        plan = build_reshard_plan(
+            setup.model.family_name,
+            setup.model.dims,
+            setup.layout,
+            setup.engine_layout,
+            spec=self._spec,
+            trainer_vocab_multiple=setup.model.vocab_multiple,
+        )
+        return execute_send(
+            plan,
+            self._rank,
+            self._trainer.chunk_parameters(),
+            addresses,
+            key=key,
+            version=version,
+            dtype=getattr(torch, dtype),
+            bucket_bytes=setup.sync.bucket_bytes,
+            timeout_s=setup.sync.timeout_s,
+        )
+
+    def export_part(self, folder: str) -> None:
+        """Write this rank's part of a Hugging Face export; replicas write nothing."""
+        setup = self._setup
+        write_export_part(
+            folder,
+            self._trainer.chunk_parameters(),
+            setup.model.family,
+            setup.model.dims,
+            setup.layout,
+            self._rank,
+            spec=self._spec,
+            vocab_multiple=setup.model.vocab_multiple,
+        )
+
+    def stop(self) -> None:
+        destroy_distributed()
+
+    @property
+    def _spec(self) -> str:
+        return "te" if self._trainer.uses_transformer_engine else "local"
+
+
+def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a training step: means over its optimizer steps; the learning rate is the last one's."""
+    means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    return means | {"learning_rate": steps[-1]["learning_rate"]}

@@ -1,0 +1,41 @@
+"""What travels to the actors: everything a trainer rank or an engine is built from, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.sections import AlgorithmSection, RolloutSection, SyncSection, TrainerSection
+from megatron_rl.controller.model_setup import ModelSetup
+from megatron_rl.types.layout import EngineLayout, ParallelLayout
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What every trainer rank is built from."""
+
+    model: ModelSetup
+    dtype: str
+    section: TrainerSection
+    algorithm: AlgorithmSection
+    sync: SyncSection
+    layout: ParallelLayout
+    engine_layout: EngineLayout
+    temperature: float
+    seed: int
+    start_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What an engine is built from. `key` opens the receivers; it is never logged."""
+
+    model: ModelSetup
+    section: RolloutSection
+    stop_token_ids: tuple[int, ...]
+    max_context: int
+    dtype: str
+    key: bytes
+    run_directory: str
+
+    def __repr__(self) -> str:
+        return f"EngineSetup({self.section.engine}, {self.model.family_name})"
