@@ -46,6 +46,13 @@ class Running:
     receiver_key: bytes
     log_path: Path
 
+    @property
+    def session(self) -> int:
+        """The session id of the server's processes: the guardian's only child leads it."""
+        guardian = self.server._process.pid
+        (child,) = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
+        return int(child)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
@@ -103,6 +110,11 @@ def start_server(model: TinyModel, directory: Path, name: str) -> Running:
         receiver_dir=receiver_dir,
     )
     return Running(engine, server, launch, keys, key_file, work_dir, receiver_dir, receiver_key, log_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that end the shared server come last, in whatever order files are given."""
+    items.sort(key=lambda item: item.path.name == "test_server_end.py")
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import pickle
 import stat
 
 import pytest
+import torch
 
 from megatron_rl.resharding.channel import connect
+from megatron_rl.rollout.sglang import engine as engine_module
 from megatron_rl.rollout.sglang.engine import CONTROL_TIMEOUT_S
+from megatron_rl.rollout.sglang.errors import EngineReplyError
 from megatron_rl.types.protocols import EngineDirtyError
 from megatron_rl.types.rollout import FinishReason, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.sglang
 
-LONG = SamplingParams(max_new_tokens=400)
+NUM_TOKENS = 150  # a second or two of decoding: long enough to be caught in the middle
+LONG = SamplingParams(max_new_tokens=NUM_TOKENS)
 DEADLINE_S = 60.0
 
 
@@ -75,7 +81,7 @@ def test_retract_keeps_requests_and_tells_which_version_sampled_what(engine, rec
     for segments in answers:
         assert [segment.policy_version for segment in segments] == [before, 41]
         assert [segment.finish_reason for segment in segments] == [FinishReason.SWITCH, FinishReason.LENGTH]
-        assert sum(len(segment.token_ids) for segment in segments) == 400
+        assert sum(len(segment.token_ids) for segment in segments) == NUM_TOKENS
 
 
 def test_in_place_keeps_requests_too(engine, receivers, loop):
@@ -87,7 +93,7 @@ def test_in_place_keeps_requests_too(engine, receivers, loop):
 
     segments = loop(scenario())
     assert [segment.policy_version for segment in segments] == [41, 42]
-    assert sum(len(segment.token_ids) for segment in segments) == 400
+    assert sum(len(segment.token_ids) for segment in segments) == NUM_TOKENS
 
 
 def test_abort_returns_what_was_sampled(engine, receivers, loop):
@@ -102,7 +108,7 @@ def test_abort_returns_what_was_sampled(engine, receivers, loop):
     answers = loop(scenario())
     for (segment,) in answers:
         assert segment.finish_reason is FinishReason.ABORT
-        assert len(segment.token_ids) < 400 and len(segment.token_ids) == len(segment.logprobs)
+        assert len(segment.token_ids) < NUM_TOKENS and len(segment.token_ids) == len(segment.logprobs)
     assert any(segment.token_ids for (segment,) in answers)
 
 
@@ -124,15 +130,19 @@ def test_an_abandoned_update_leaves_the_engine_paused_until_the_next_commit(engi
     assert segment.policy_version == 99
 
 
-def test_a_receiver_that_cannot_read_its_key_reports_and_the_server_lives(running, receivers, loop):
-    """The loader's commit path: a failure inside is a line from the rank, not a dead server."""
-    error_file = running.receiver_dir / "receiver-1.error"
+def test_a_failing_rank_is_told_and_the_server_lives(engine, receivers, loop, monkeypatch):
+    """An exception inside SGLang's scheduler would end the server, so the loader reports its own in a file."""
+    unexpected = base64.b64encode(pickle.dumps([("model.norm.weight", torch.zeros(3))])).decode()
 
     async def scenario():
-        await running.engine.load_weights({"phase": "begin", "pause_mode": "retract"})
-        assert not error_file.exists()
-        await running.engine.load_weights({"phase": "commit", "version": 100})
-        await running.engine.resume()
-        return await running.engine.generate(long_requests("after", 1)[0])
+        await engine.load_weights({"phase": "begin", "pause_mode": "retract"})
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "NO_TENSORS", unexpected)
+            with pytest.raises(EngineReplyError, match="engine shared: TP rank 0: ValueError: .*1 tensors"):
+                await engine.load_weights({"phase": "commit", "version": 103})
+        with pytest.raises(EngineDirtyError):
+            await engine.resume()
+        await switch_version(engine, 104, "retract")
+        return await engine.generate(long_requests("after", 1)[0])
 
-    assert loop(scenario())[0].policy_version == 100
+    assert loop(scenario())[0].policy_version == 104

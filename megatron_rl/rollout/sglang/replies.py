@@ -67,11 +67,16 @@ def to_segments(engine: str, reply: Mapping[str, Any]) -> tuple[RolloutSegment, 
 
 
 def to_scores(engine: str, token_ids: Sequence[int], reply: Mapping[str, Any]) -> list[float]:
-    """Log-prob of each token given those before it; 0 for the first, which has none."""
+    """Log-prob of each token given those before it; 0 for the first, which has none.
+
+    SGLang 0.5.23 reports the last token id of the vocabulary as id 0 there, next to the right log-prob.
+    """
     entries = _list(engine, _mapping(engine, reply, "meta_info"), "input_token_logprobs")
     if not entries or entries[0][0] is not None:
         raise EngineReplyError(f"engine {engine}: scores do not start at the first token")
-    return _logprobs_of(engine, token_ids, [(0.0, *entries[0][1:]), *entries[1:]])
+    logprobs = [0.0, *(entry[0] for entry in entries[1:])]
+    reported = [token_id if entry[1] == 0 else entry[1] for token_id, entry in zip(token_ids, entries)]
+    return _logprobs_of(engine, token_ids, list(zip(logprobs, reported)))
 
 
 def to_version(engine: str, text: object) -> PolicyVersion:

@@ -1,28 +1,16 @@
-"""Keys, and the end of a real server: nothing may be left."""
+"""The keys of a real server: needed at every door, visible nowhere."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import stat
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from megatron_rl.rollout.sglang.errors import EngineDeadError
 from megatron_rl.rollout.sglang.guardian import processes_of_session
-from megatron_rl.types.rollout import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.sglang
-
-
-def server_session(running) -> int:
-    """The session of the server: the guardian's only child leads it."""
-    guardian = running.server._process.pid
-    (child,) = Path(f"/proc/{guardian}/task/{guardian}/children").read_text().split()
-    return int(child)
 
 
 async def status(method: str, url: str, key: str | None, body: dict | None = None) -> int:
@@ -43,7 +31,7 @@ def test_every_door_needs_its_key(running, loop):
 
 def test_no_key_is_visible(running):
     assert stat.S_IMODE(running.key_file.stat().st_mode) == 0o600
-    pids = [running.server._process.pid, *processes_of_session(server_session(running))]
+    pids = [running.server._process.pid, *processes_of_session(running.session)]
     assert len(pids) >= 5  # guardian, server, two schedulers, detokenizer
     for pid in pids:
         for name in ("cmdline", "environ"):
