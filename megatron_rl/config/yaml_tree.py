@@ -31,6 +31,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """PyYAML folds the rarer line breaks away unless they are escaped."""
+    style = '"' if set(text) & set("\r\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _kind in (_Loader, _Dumper):
     for _tag, _pattern, _first in _SCALARS:
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
@@ -57,7 +64,12 @@ def parse_yaml(text: str, source: str, line: int | None = 1) -> Node:
 
     Raises `ConfigError` for a syntax error, a duplicate key, a key that is no string, or an unknown tag.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        place = Location(source, text.count("\n", 0, error.position) + 1 if line is not None else None)
+        reason = f"not valid YAML: character #x{int(error.character):04x} is not allowed"
+        raise ConfigError(place, "", reason) from error
     try:
         root = loader.get_single_node()
         if root is None:

@@ -28,8 +28,12 @@ def generator() -> ModuleType:
 def test_tables_are_those_of_the_installed_releases(generator: ModuleType) -> None:
     built = generator.build_tables()
     assert set(built) == set(TABLE_FILES.values())
-    for name, table in built.items():
-        assert json.loads((TABLES / name).read_text()) == table, f"{name} is old: run launch/generate_config_tables.py"
+    for name, file_name in TABLE_FILES.items():
+        table, shipped = built[file_name], json.loads((TABLES / file_name).read_text())
+        if table["version"] == shipped["version"]:
+            assert table == shipped, f"{file_name} is old: run launch/generate_config_tables.py"
+        else:  # another supported release, under another Python: what we derive must exist there too
+            assert OWNED_BY_US[name].keys() <= table["options"].keys() | table["not_yaml"].keys()
 
 
 @pytest.mark.parametrize("name", sorted(TABLE_FILES))
