@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -13,6 +16,8 @@ from megatron_rl.model_families.registry import get_family
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 from megatron_rl.rollout.embedded.weights import ShardedWeights
 from megatron_rl.types.rollout import GenerationRequest, SamplingParams
+
+T = TypeVar("T")
 
 MOE = dataclasses.replace(
     get_family("qwen3_moe").debug_dims,
@@ -145,3 +150,31 @@ def request(
     name: str, token_ids: Sequence[int], seed: int = 0, max_new_tokens: int = 8, **sampling
 ) -> GenerationRequest:
     return GenerationRequest(name, tuple(token_ids), SamplingParams(max_new_tokens, **sampling), seed)
+
+
+class StepGate:
+    """Holds the engine's worker at the end of its n-th step, until a command that the test has queued may run."""
+
+    def __init__(self, engine: EmbeddedEngine, num_steps: int) -> None:
+        self._loop, self._reached = asyncio.get_running_loop(), asyncio.Event()
+        self._released = threading.Event()
+        scheduler = engine._scheduler
+        inner, left = scheduler.step, num_steps
+
+        def step() -> None:
+            nonlocal left
+            inner()
+            left -= 1
+            if left == 0:
+                self._loop.call_soon_threadsafe(self._reached.set)
+                assert self._released.wait(30.0)
+
+        scheduler.step = step
+
+    async def run(self, command: Coroutine[Any, Any, T]) -> T:
+        """Wait for the step, queue the command and let the worker go on."""
+        await asyncio.wait_for(self._reached.wait(), 30.0)
+        task = asyncio.create_task(command)
+        await asyncio.sleep(0)  # the task runs up to its await: the command is queued
+        self._released.set()
+        return await asyncio.wait_for(task, 30.0)
