@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from megatron_rl.controller.model_setup import DTYPES
 from megatron_rl.controller.setups import EngineSetup
-from megatron_rl.platforms.platform import select_platform
+from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
 from megatron_rl.resharding.execute import Address
-from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.rollout.embedded.engine import EmbeddedEngine
-from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
+
+
+ENGINES: dict[str, str] = {
+    # rollout.engine: module:function. Only the chosen one is imported, so that an actor needs one engine's libraries.
+    "embedded": "megatron_rl.controller.embedded_host:start_embedded",
+    "sglang": "megatron_rl.controller.sglang_host:start_sglang",
+}
 
 
 class EngineHost:
@@ -23,12 +26,14 @@ class EngineHost:
 
     def __init__(self, setup: EngineSetup, number: int) -> None:
         self._setup, self._number = setup, number
-        self._receivers: list[Receiver] = []
+        self._started: StartedEngine | None = None
 
     async def start(self) -> list[Address]:
         """Build the engine; returns the receiver of each of its ranks."""
-        self._engine, addresses = await ENGINES[self._setup.section.engine](self)
-        return addresses
+        module, function = ENGINES[self._setup.section.engine].split(":")
+        self._started = await getattr(importlib.import_module(module), function)(self._setup, self._number)
+        assert self._started is not None
+        return self._started.addresses
 
     async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
         return await self._engine.generate(request)
@@ -45,36 +50,15 @@ class EngineHost:
     async def policy_version(self) -> PolicyVersion:
         return await self._engine.policy_version()
 
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
-        """Log-probs of given tokens, for probes."""
-        return await self._engine.score(token_ids, temperature)
+    async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._engine.score(token_ids)
 
     async def stop(self) -> None:
-        for receiver in self._receivers:
-            receiver.close()
-        await self._stop_engine()
+        if self._started is not None:
+            await self._started.stop()
 
-    async def _start_embedded(self) -> tuple[GenerationEngine, list[Address]]:
-        setup, section = self._setup, self._setup.section.embedded
-        torch.set_num_threads(section.num_threads)
-        engine = EmbeddedEngine(
-            setup.model.dims,
-            section.tp_size,
-            DTYPES[setup.dtype],
-            select_platform(0).device,
-            num_slots=section.num_slots,
-            max_context=setup.max_context,
-            stop_token_ids=setup.stop_token_ids,
-        )
-
-        async def stop_engine() -> None:
-            engine.close()
-
-        self._stop_engine = stop_engine
-        self._receivers = [Receiver(shard, setup.key) for shard in engine.weights.shards]
-        for receiver in self._receivers:
-            receiver.start()
-        return engine, [receiver.address for receiver in self._receivers]
-
-
-ENGINES = {"embedded": EngineHost._start_embedded}
+    @property
+    def _engine(self) -> ScoringEngine:
+        if self._started is None:
+            raise RuntimeError(f"engine-{self._number} was not started")
+        return self._started.engine

@@ -84,7 +84,9 @@ class Experiment:
             trainers = self._create_trainers(cluster)
             engines += self._create_engines(cluster)
             async with asyncio.timeout(config.cluster.start_timeout_s):
-                _, *starts = await asyncio.gather(trainers.start(), *(engine.start() for engine in engines))
+                _, starts = await asyncio.gather(
+                    trainers.start(), asyncio.gather(*(engine.start() for engine in engines))
+                )
             addresses = [address for start in starts for address in start]
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),

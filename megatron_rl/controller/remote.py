@@ -60,8 +60,8 @@ class RemoteEngine:
     async def policy_version(self) -> PolicyVersion:
         return await self._call("policy_version")
 
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        return await self._call("score", token_ids, temperature)
+    async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._call("score", token_ids)
 
     async def stop(self) -> None:
         await self._call("stop")

@@ -10,13 +10,18 @@ from megatron_rl.types.layout import ParallelLayout
 class SizedModel(Protocol):
     """What a check needs of a model's dims."""
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_size: int
-    moe_ffn_size: int
-    num_experts: int
-    head_dim: int
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def ffn_size(self) -> int: ...
+    @property
+    def moe_ffn_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
 
 
 def _not_divisible(key: str, size: int, what: str, count: int) -> tuple[str, str]:

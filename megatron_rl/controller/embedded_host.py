@@ -1,0 +1,37 @@
+"""Starting an embedded engine with its receivers."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.controller.model_setup import DTYPES
+from megatron_rl.controller.setups import EngineSetup
+from megatron_rl.controller.started_engine import StartedEngine
+from megatron_rl.platforms.platform import select_platform
+from megatron_rl.resharding.receiver import Receiver
+from megatron_rl.rollout.embedded.engine import EmbeddedEngine
+
+
+async def start_embedded(setup: EngineSetup, number: int) -> StartedEngine:
+    """The torch engine in this process, with one receiver per tensor-parallel shard."""
+    section = setup.section.embedded
+    torch.set_num_threads(section.num_threads)
+    engine = EmbeddedEngine(
+        setup.model.dims,
+        section.tp_size,
+        DTYPES[setup.dtype],
+        select_platform(0).device,
+        num_slots=section.num_slots,
+        max_context=setup.max_context,
+        stop_token_ids=setup.stop_token_ids,
+    )
+    receivers = [Receiver(shard, setup.key) for shard in engine.weights.shards]
+    for receiver in receivers:
+        receiver.start()
+
+    async def stop() -> None:
+        for receiver in receivers:
+            receiver.close()
+        engine.close()
+
+    return StartedEngine(engine, [receiver.address for receiver in receivers], stop)
