@@ -153,6 +153,14 @@ def _accept_cpu_types(module: types.ModuleType, path: str) -> None:
     function.__code__ = _rename_constants(function.__code__)
 
 
+def _cuda_method_as_cpu(module: types.ModuleType, path: str) -> None:
+    """Let the function's `tensor.cuda()` mean `tensor.cpu()`. For functions that do not name `torch.cuda`."""
+    owner, name = path.split(".")
+    function = getattr(getattr(module, owner), name)
+    code = function.__code__
+    function.__code__ = code.replace(co_names=tuple("cpu" if item == "cuda" else item for item in code.co_names))
+
+
 def _splits_as_numpy(module: types.ModuleType, name: str) -> None:
     def keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -225,6 +233,12 @@ PATCHES: tuple[Patch, ...] = (
         "te_general_gemm",
         "undefined without Transformer Engine, but read by the router",
         _define_as(None, only_if_missing=True),
+    ),
+    Patch(
+        "megatron.core.models.common.language_module.language_module",
+        "LanguageModule.setup_embeddings_and_output_layer",
+        "moves tied embeddings with .cuda()",
+        _cuda_method_as_cpu,
     ),
     Patch(
         _RANDOM,

@@ -28,8 +28,8 @@ def plan_transformer_config(
 ) -> dict[str, Any]:
     """Keyword arguments of `TransformerConfig` for a decoder with RMSNorm, RoPE and gated SiLU.
 
-    Fusions that need Transformer Engine follow `transformer_engine`. Raises ValueError when expert bias is asked for
-    with a softmax router, which Megatron does not have.
+    Fusions that need Transformer Engine follow `transformer_engine`. Raises ValueError for what Megatron gets wrong or
+    lacks: expert tensor parallelism below TP without expert parallelism, and expert bias with a softmax router.
     """
     kwargs: dict[str, Any] = {
         "num_layers": dims.num_layers,
@@ -56,6 +56,7 @@ def plan_transformer_config(
         "persist_layer_norm": transformer_engine,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
+        "moe_token_dispatcher_type": "alltoall",  # dense models too: Megatron refuses its default for packed pipelines
         **_parallel_kwargs(layout),
         **_recompute_kwargs(trainer.recompute),
     }
@@ -98,6 +99,12 @@ def _recompute_kwargs(recompute: str) -> dict[str, Any]:
 def _moe_kwargs(
     dims: ModelDims, trainer: TrainerSection, layout: ParallelLayout, transformer_engine: bool
 ) -> dict[str, Any]:
+    if layout.ep == 1 and layout.etp != layout.tp:
+        # Without expert parallelism Megatron reduces expert gradients like dense ones, not over the expert replicas.
+        raise ValueError(
+            f"trainer.layout.etp={layout.etp} with tp={layout.tp} and ep=1: expert gradients would be wrong; "
+            f"set trainer.layout.etp={layout.tp}, or ep above 1"
+        )
     has_aux_loss = trainer.moe_aux_loss_coefficient > 0
     has_expert_bias = trainer.moe_expert_bias_update_rate > 0
     return {
@@ -106,7 +113,6 @@ def _moe_kwargs(
         "moe_router_topk": dims.top_k,
         "moe_router_pre_softmax": not dims.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": transformer_engine,
         "moe_router_load_balancing_type": "aux_loss" if has_aux_loss else "none",
         "moe_aux_loss_coeff": trainer.moe_aux_loss_coefficient,

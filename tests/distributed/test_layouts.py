@@ -1,0 +1,132 @@
+"""Same numbers everywhere: every layout, microbatch size and packing order against transformers and against one rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launch import run_distributed  # noqa: E402
+from reference import transformers_logprobs  # noqa: E402
+from walk import LENGTHS, walk_layouts  # noqa: E402
+
+MOE = "qwen3_moe"
+DENSE = "llama"
+ONE_RANK = [
+    {"name": "TP1", "layout": {}},
+    {"name": "TP1, one microbatch", "layout": {}, "num_microbatches": 1},
+    {"name": "TP1, one sequence per microbatch", "layout": {}, "num_microbatches": 8},
+    {"name": "TP1, more microbatches than sequences", "layout": {}, "num_microbatches": 9},
+    {"name": "TP1, other order", "layout": {}, "order": [6, 1, 7, 0, 3, 5, 2, 4], "num_microbatches": 3},
+    {"name": "TP1, full recompute", "layout": {}, "section": {"recompute": "full"}},
+    {"name": "TP1, selective recompute", "layout": {}, "section": {"recompute": "selective"}},
+    {"name": "TP1, plain optimizer", "layout": {}, "distributed_optimizer": False},
+]
+TWO_RANKS = [
+    {"name": "TP2", "layout": {"tp": 2, "etp": 2}},
+    {"name": "PP2", "layout": {"pp": 2}, "num_microbatches": 3},
+    {"name": "PP2 VPP2", "layout": {"pp": 2, "virtual_pp": 2}, "num_microbatches": 3},
+    {"name": "CP2", "layout": {"cp": 2}},
+    {"name": "DP2", "layout": {"dp": 2}, "num_microbatches": 3},
+    {"name": "DP2, plain optimizer", "layout": {"dp": 2}, "distributed_optimizer": False},
+    {
+        "name": "DP2, overlapped",
+        "layout": {"dp": 2},
+        "section": {"megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}},
+    },
+]
+TWO_RANKS_MOE = [
+    {"name": "EP2", "layout": {"dp": 2, "ep": 2}},
+    {"name": "TP2 EP2 ETP1", "layout": {"tp": 2, "ep": 2}},
+    {"name": "EP2, plain optimizer", "layout": {"dp": 2, "ep": 2}, "distributed_optimizer": False},
+    {"name": "CP2 EP2", "layout": {"cp": 2, "ep": 2}},
+]
+FOUR_RANKS = [
+    {"name": "TP2 PP2", "layout": {"tp": 2, "etp": 2, "pp": 2}},
+    {"name": "TP2 DP2", "layout": {"tp": 2, "etp": 2, "dp": 2}},
+    {"name": "TP2 CP2", "layout": {"tp": 2, "etp": 2, "cp": 2}},
+    {"name": "PP2 CP2", "layout": {"pp": 2, "cp": 2}},
+    {"name": "PP2 VPP2 DP2", "layout": {"pp": 2, "virtual_pp": 2, "dp": 2}},
+]
+FOUR_RANKS_MOE = [
+    {"name": "EP4", "layout": {"dp": 4, "ep": 4}},
+    {"name": "TP2 EP4 DP2", "layout": {"tp": 2, "dp": 2, "ep": 4}},
+    {"name": "PP2 EP2 DP2", "layout": {"pp": 2, "dp": 2, "ep": 2}},
+    {"name": "EP2 DP4", "layout": {"dp": 4, "ep": 2}},
+]
+
+
+@pytest.fixture(scope="module", params=[MOE, DENSE])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def oracle(family: str) -> list[dict[str, Any]]:
+    """All cases of one rank; the first is what every other layout is held against."""
+    return run_distributed(walk_layouts, 1, timeout_s=150, family=family, cases=ONE_RANK)[0]
+
+
+def test_one_rank_equals_transformers(family: str, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
+    expected = transformers_logprobs(family, tmp_path)
+    for member in range(len(LENGTHS)):
+        np.testing.assert_allclose(oracle[0]["logprobs"][str(member)], expected[member], atol=1e-4)
+
+
+def test_packing_and_recompute_change_nothing(oracle: list[dict[str, Any]]) -> None:
+    for case, result in zip(ONE_RANK[1:], oracle[1:], strict=True):
+        assert not compare(case, result, oracle[0])
+
+
+def test_training_moves(oracle: list[dict[str, Any]]) -> None:
+    for steps in oracle[0]["steps"].values():
+        losses = [step["loss/total"] for step in steps]
+        assert losses[1] < losses[0]
+        assert all(step["grad_norm"] > 0.01 for step in steps)
+
+
+def test_two_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
+    check(family, 2, TWO_RANKS + (TWO_RANKS_MOE if family == MOE else []), oracle[0])
+
+
+def test_four_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
+    check(family, 4, FOUR_RANKS + (FOUR_RANKS_MOE if family == MOE else []), oracle[0])
+
+
+def check(family: str, world_size: int, cases: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """All ranks report the same steps, and together the log-probs of every sequence. All cases are judged before failing."""
+    by_rank = run_distributed(walk_layouts, world_size, timeout_s=60 + 20 * len(cases), family=family, cases=cases)
+    wrong: list[str] = []
+    for index, case in enumerate(cases):
+        logprobs: dict[str, list[float]] = {}
+        for results in by_rank:
+            logprobs |= results[index]["logprobs"]
+            if results[index]["steps"] != by_rank[0][index]["steps"]:
+                wrong.append(f"{case['name']}: ranks report different metrics")
+        wrong += compare(case, {"steps": by_rank[0][index]["steps"], "logprobs": logprobs}, expected)
+    assert not wrong, "\n".join(wrong)
+
+
+def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What differs between a case and the oracle, in words."""
+    gradient_tolerance = 1e-4 if case["layout"].get("cp", 1) > 1 else 1e-5
+    wrong = []
+    if sorted(result["logprobs"]) != sorted(expected["logprobs"]):
+        return [f"{case['name']}: log-probs of {sorted(result['logprobs'])}, expected {sorted(expected['logprobs'])}"]
+    gaps = [
+        np.abs(np.subtract(result["logprobs"][member], logprobs)).max() for member, logprobs in expected["logprobs"].items()
+    ]
+    if max(gaps) > 2e-5:
+        wrong.append(f"{case['name']}: log-probs differ by up to {max(gaps):.2e}")
+    tolerances = {"loss/total": 1e-5, "loss/entropy": 1e-5, "grad_norm": gradient_tolerance}
+    for name, steps in expected["steps"].items():
+        for number, (mine, theirs) in enumerate(zip(result["steps"][name], steps, strict=True)):
+            for metric, tolerance in tolerances.items():
+                if mine[metric] != pytest.approx(theirs[metric], rel=tolerance, abs=tolerance * 0.1):
+                    wrong.append(f"{case['name']}, {name}, step {number}: {metric} {mine[metric]}, expected {theirs[metric]}")
+    return wrong

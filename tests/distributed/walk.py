@@ -1,0 +1,229 @@
+"""What each process does in the layout tests: for every layout, build the policy anew, score the batch and train on it.
+
+All processes see the same global batch of sequences of unequal lengths and the same weights, drawn by tensor name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.checkpoint.hf_folder import RandomSource
+from megatron_rl.checkpoint.hf_shards import import_params
+from megatron_rl.config.sections import AlgorithmSection, MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.model_families.declaration import ModelDims
+from megatron_rl.model_families.registry import get_family
+from megatron_rl.layout.coords import coords_of
+from megatron_rl.platforms.platform import Platform, select_platform
+from megatron_rl.trainer.parallel import (
+    destroy_distributed,
+    destroy_model_parallel,
+    init_distributed,
+    init_model_parallel,
+)
+from megatron_rl.trainer.policy import PolicyTrainer, empty_microbatch
+from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.types.training import Denominators, Microbatch
+
+from launch import Rank  # beside this file; `launch` puts the folder on the path
+
+LENGTHS = (5, 17, 9, 30, 2, 12, 7, 23)
+WEIGHT_SEED, DATA_SEED = 3, 11
+ALGORITHMS = {
+    "ppo": AlgorithmSection(
+        name="grpo", loss="ppo", clip_low=0.2, clip_high=0.28, aggregation="token-mean", entropy_coefficient=0.05
+    ),
+    "gspo": AlgorithmSection(name="gspo", loss="gspo", clip_low=0.9, clip_high=9.0, aggregation="seq-mean-token-mean"),
+}
+
+
+class SpreadSource(RandomSource):
+    """Random weights whose norm gains differ from 1, so that a lost or doubled norm shows."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(WEIGHT_SEED, num_layers, std=0.15)
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = super()._draw(name, shape)
+        if len(shape) == 1:
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            tensor = tensor + 0.2 * torch.randn(shape, generator=generator)
+        return tensor
+
+
+def sequences(vocab_size: int) -> list[dict[str, np.ndarray]]:
+    """The global batch: per sequence its tokens, mask and the arrays that a loss reads."""
+    rng = np.random.default_rng(DATA_SEED)
+    batch = []
+    for length in LENGTHS:
+        mask = np.arange(length) >= max(1, length // 3)
+        batch.append(
+            {
+                "token_ids": rng.integers(0, vocab_size, length),
+                "mask": mask & (rng.random(length) < 0.9),
+                "rollout_logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
+                "advantages": np.full(length, rng.normal(), dtype=np.float32),
+            }
+        )
+    return batch
+
+
+def pack(batch: list[dict[str, np.ndarray]], members: list[int]) -> Microbatch:
+    """One microbatch of the given members of the batch."""
+    if not members:
+        return empty_microbatch()
+    chosen = [batch[i] for i in members]
+    lengths = [len(item["token_ids"]) for item in chosen]
+    mask = np.concatenate([item["mask"] for item in chosen])
+    return Microbatch(
+        token_ids_T=np.concatenate([item["token_ids"] for item in chosen]),
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+        loss_mask_T=mask,
+        versions_T=np.zeros(len(mask), dtype=np.int32),
+        rewards_S=np.zeros(len(chosen), dtype=np.float32),
+        is_correct_S=np.zeros(len(chosen), dtype=bool),
+        sample_index_S=np.asarray(members, dtype=np.int32),
+        token_arrays={
+            name: np.where(mask, np.concatenate([item[name] for item in chosen]), 0).astype(np.float32)
+            for name in ("rollout_logprobs", "advantages")
+        },
+    )
+
+
+def count(batch: list[dict[str, np.ndarray]]) -> Denominators:
+    return Denominators(
+        num_tokens=int(sum(item["mask"].sum() for item in batch)),
+        num_sequences=sum(bool(item["mask"].any()) for item in batch),
+        num_positive_tokens=0,
+    )
+
+
+def split(members: list[int], num_microbatches: int) -> list[list[int]]:
+    return [list(part) for part in np.array_split(np.asarray(members), num_microbatches)]
+
+
+def debug_dims(family: str) -> ModelDims:
+    return get_family(family).debug_dims
+
+
+@contextmanager
+def joined(me: Rank) -> Iterator[Platform]:
+    """The process group for the length of a test."""
+    logging.basicConfig(level=logging.WARNING)
+    platform = select_platform()
+    platform.prepare_megatron()
+    init_distributed(
+        platform, rank=me.rank, world_size=me.world_size, master_address="127.0.0.1", master_port=me.port, timeout_s=60
+    )
+    try:
+        yield platform
+    finally:
+        destroy_distributed()
+
+
+@contextmanager
+def policy(
+    me: Rank,
+    platform: Platform,
+    family: str,
+    layout: ParallelLayout,
+    *,
+    dtype: str = "fp32",
+    dims: ModelDims | None = None,
+    distributed_optimizer: bool = True,
+    **section: Any,
+) -> Iterator[PolicyTrainer]:
+    """A policy with the test's weights under `layout`."""
+    dims = dims or debug_dims(family)
+    init_model_parallel(layout, seed=1)
+    trainer = PolicyTrainer(
+        dims,
+        dtype,
+        TrainerSection(
+            optimizer=OptimizerSection(learning_rate=1e-3, clip_grad=0.5, distributed=distributed_optimizer),
+            logprob_chunk_tokens=13,
+            **section,
+        ),
+        layout,
+        platform,
+        seed=1,
+        temperature=0.8,
+    )
+    weights = import_params(
+        SpreadSource(dims.num_layers),
+        get_family(family),
+        dims,
+        layout,
+        me.rank,
+        spec="local",
+        vocab_multiple=1,
+        dtype=trainer.config.params_dtype,
+    )
+    trainer.load_parameters(weights)
+    try:
+        yield trainer
+    finally:
+        destroy_model_parallel()
+
+
+def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per case: log-probs by sequence, and metrics of three optimizer steps per algorithm.
+
+    A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`.
+    """
+    results = []
+    with joined(me) as platform:
+        for case in cases:
+            layout = ParallelLayout(**case["layout"])
+            section = dict(case.get("section", {}))
+            if "megatron" in section:
+                section["megatron"] = MegatronSection(**section["megatron"])
+            result: dict[str, Any] = {"steps": {}}
+            for name, algorithm in ALGORITHMS.items():
+                with policy(
+                    me,
+                    platform,
+                    family,
+                    layout,
+                    distributed_optimizer=case.get("distributed_optimizer", True),
+                    **section,
+                ) as trainer:
+                    result |= run_case(me, trainer, layout, build_algorithm(algorithm), case, result["steps"], name)
+            results.append(result)
+    return results
+
+
+def run_case(
+    me: Rank,
+    trainer: PolicyTrainer,
+    layout: ParallelLayout,
+    algorithm: Algorithm,
+    case: dict[str, Any],
+    steps: dict[str, list[dict[str, float]]],
+    name: str,
+) -> dict[str, Any]:
+    batch = sequences(trainer.dims.vocab_size)
+    members = case.get("order", list(range(len(batch))))
+    mine = members[coords_of(layout, me.rank).dp :: layout.dp]
+    parts = split(mine, case.get("num_microbatches", 2))
+    microbatches = [pack(batch, part) for part in parts]
+    logprobs = trainer.compute_logprobs(microbatches, score_all=True)
+    annotated = trainer.annotate(microbatches, algorithm.needs)
+    steps[name] = [trainer.train_minibatch(annotated, count(batch), algorithm) for _ in range(3)]
+    by_sequence: dict[str, list[float]] = {}
+    for part, microbatch, logprobs_T in zip(parts, microbatches, logprobs, strict=True):
+        for position, member in enumerate(part):
+            rows = slice(*microbatch.cu_seqlens[position : position + 2].tolist())
+            by_sequence[str(member)] = logprobs_T[rows].tolist()
+    return {"logprobs": by_sequence}
+
+
+def dims_with(family: str, **changes: Any) -> ModelDims:
+    return dataclasses.replace(debug_dims(family), **changes)
