@@ -50,7 +50,10 @@ def test_greedy_takes_the_most_likely_token(engine, tiny_model, loop):
 
 
 def test_scores_equal_a_forward(engine, tiny_model, loop):
-    token_ids = (*torch.randint(211, (60,), generator=torch.Generator().manual_seed(3)).tolist(), 210)  # the last id too
+    token_ids = (
+        *torch.randint(211, (60,), generator=torch.Generator().manual_seed(3)).tolist(),
+        210,
+    )  # the last id too
     scores = loop(engine.score(token_ids))
     assert len(scores) == 61 and scores[0] == 0.0
     expected = reference_logprobs(tiny_model.reference, token_ids)

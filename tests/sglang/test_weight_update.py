@@ -138,7 +138,7 @@ def test_a_failing_rank_is_told_and_the_server_lives(engine, receivers, loop, mo
         await engine.load_weights({"phase": "begin", "pause_mode": "retract"})
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, "NO_TENSORS", unexpected)
-            with pytest.raises(EngineReplyError, match="engine shared: TP rank 0: ValueError: .*1 tensors"):
+            with pytest.raises(EngineReplyError, match=r"engine shared: TP rank 0: ValueError: .*1 tensors"):
                 await engine.load_weights({"phase": "commit", "version": 103})
         with pytest.raises(EngineDirtyError):
             await engine.resume()

@@ -32,7 +32,7 @@ class SglangEngine:
 
     A weight update is `load_weights` with `{"phase": "begin", "pause_mode": ...}`, the transfer through the receivers,
     then `{"phase": "commit", "version": n}` or `{"phase": "abandon"}`. From begin until a commit the engine is dirty:
-    it stays paused and `resume` raises. Wait for `resume` before new requests count as sampled by the new version.
+    it stays paused and `resume` raises.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class SglangEngine:
         """
         directory = self._receivers()
         forget_receivers(directory)
-        await self._control("/begin_weight_update", {"selector": "target"})
+        await self._begin_session()
         await self._call_loader(flush_cache=False)
-        await self._control("/end_weight_update", {})
+        await self._end_session()
         return read_addresses(self.name, directory, self._tp_size)
 
     async def close(self) -> None:
@@ -128,10 +128,8 @@ class SglangEngine:
     async def _begin(self, pause_mode: str) -> None:
         if not self._is_paused:
             await self.pause(pause_mode)
-        await self._end_session()  # of an update that failed on the way
         self._is_dirty = True
-        await self._control("/begin_weight_update", {"selector": "target"})
-        self._is_session_open = True
+        await self._begin_session()
 
     async def _commit(self, version: PolicyVersion) -> None:
         if not self._is_session_open:
@@ -141,6 +139,11 @@ class SglangEngine:
         raise_reported_error(self.name, self._receivers())
         await self._end_session()
         self._is_dirty = False
+
+    async def _begin_session(self) -> None:
+        await self._end_session()  # of an update that failed on the way
+        await self._control("/begin_weight_update", {"selector": "target"})
+        self._is_session_open = True
 
     async def _end_session(self) -> None:
         if self._is_session_open:

@@ -74,9 +74,10 @@ def to_scores(engine: str, token_ids: Sequence[int], reply: Mapping[str, Any]) -
     entries = _list(engine, _mapping(engine, reply, "meta_info"), "input_token_logprobs")
     if not entries or entries[0][0] is not None:
         raise EngineReplyError(f"engine {engine}: scores do not start at the first token")
+    _check_count(engine, token_ids, entries)
     logprobs = [0.0, *(entry[0] for entry in entries[1:])]
-    reported = [token_id if entry[1] == 0 else entry[1] for token_id, entry in zip(token_ids, entries)]
-    return _logprobs_of(engine, token_ids, list(zip(logprobs, reported)))
+    reported = [token_id if entry[1] == 0 else entry[1] for token_id, entry in zip(token_ids, entries, strict=True)]
+    return _logprobs_of(engine, token_ids, list(zip(logprobs, reported, strict=True)))
 
 
 def to_version(engine: str, text: object) -> PolicyVersion:
@@ -108,12 +109,16 @@ def _to_int64(seed: int) -> int:
 
 
 def _logprobs_of(engine: str, token_ids: Sequence[int], entries: Sequence[Sequence[Any]]) -> list[float]:
-    if len(entries) != len(token_ids):
-        raise EngineReplyError(f"engine {engine}: {len(token_ids)} tokens but {len(entries)} log-probs")
+    _check_count(engine, token_ids, entries)
     for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if entry[1] != token_id or not isinstance(entry[0], float):
             raise EngineReplyError(f"engine {engine}: token {token_id} at {position} has log-prob entry {entry}")
     return [entry[0] for entry in entries]
+
+
+def _check_count(engine: str, token_ids: Sequence[int], entries: Sequence[Any]) -> None:
+    if len(entries) != len(token_ids):
+        raise EngineReplyError(f"engine {engine}: {len(token_ids)} tokens but {len(entries)} log-probs")
 
 
 def _version_spans(engine: str, meta: Mapping[str, Any], num_tokens: int) -> tuple[list[int], list[PolicyVersion]]:
