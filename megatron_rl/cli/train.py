@@ -6,18 +6,20 @@ import argparse
 import asyncio
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.config.load import LoadedExperiment, load_experiment
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
-from megatron_rl.controller.experiment import Experiment, Interrupted, engine_layout, trainer_layout
+from megatron_rl.controller.experiment import Experiment, engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
 from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
 from megatron_rl.controller.placement import PlacementError
 from megatron_rl.controller.remote import ActorDiedError
 from megatron_rl.controller.run_directory import RunDirectoryError
+from megatron_rl.controller.stop_signals import Interrupted
 from megatron_rl.data.errors import DataError
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.layout.checks import check_engine_layout, check_trainer_layout
@@ -35,14 +37,26 @@ def run(args: argparse.Namespace) -> int:
     """Train to the end; returns the exit status. Messages go to stderr. A ConfigError is the caller's to print."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
-        asyncio.run(build_experiment(args.config, args.overrides).execute())
+        experiment = build_experiment(args.config, args.overrides)
+        asyncio.run(experiment.execute())
     except PERSONS_MISTAKES as error:
         return _fail(error, 2)
     except Interrupted as error:
         return _fail(error, 130)
     except RUN_FAILURES as error:
         return _fail(error, 1)
+    print(next_steps(experiment.directory.path, args.config), file=sys.stderr)
     return 0
+
+
+def next_steps(directory: Path, config: str) -> str:
+    """What a person reads at the end of a run."""
+    return (
+        f"\ndone: everything is in {directory}\n"
+        f"  tensorboard --logdir {directory}/tensorboard     the curves and sample texts\n"
+        f"  less {directory}/rollouts/step-000001.jsonl      what the model wrote, step by step\n"
+        f"  megatron-rl train {config} run.name=tp2 trainer.layout.ep=1 trainer.layout.tp=2     another layout"
+    )
 
 
 def build_experiment(path: str, overrides: list[str]) -> Experiment:

@@ -13,7 +13,6 @@ from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
 from megatron_rl.resharding.execute import Address
 from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
 
-
 ENGINES: dict[str, str] = {
     # rollout.engine: module:function. Only the chosen one is imported, so that an actor needs one engine's libraries.
     "embedded": "megatron_rl.controller.embedded_host:start_embedded",

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
-from megatron_rl.config.sections import ExperimentConfig, RolloutSection, SamplingSection
+from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
 from megatron_rl.controller.actors import EngineActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.controller.loop import TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
-from megatron_rl.controller.placement import Cluster, plan_bundles
+from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
+from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
 
 
-class Interrupted(Exception):  # noqa: N818 (a request, not an error)
-    """SIGINT or SIGTERM asked the run to stop."""
 
 
 class Experiment:
@@ -55,29 +53,15 @@ class Experiment:
         config = self._config
         data = build_data(config.data, config.run.num_eval_prompts, self._tokenizer)
         self.directory.create(dump_yaml(config), overwrite=config.run.overwrite)
-        task = asyncio.ensure_future(self._run(data))
-        interrupted: list[str] = []
+        with cancelled_by_signals() as arm_signals:
+            await self._run(data, arm_signals)
 
-        def interrupt(name: str) -> None:
-            interrupted.append(name)
-            task.cancel()
-
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt, number.name)
-        try:
-            await task
-        except asyncio.CancelledError:
-            raise Interrupted(f"{interrupted[0] if interrupted else 'a signal'}: stopped") from None
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
-    async def _run(self, data: DataBundle) -> None:
+    async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
         engines_per = self._engine_layout.tp
         plan = plan_bundles(config.cluster, self._layout.world_size, config.rollout.num_engines, engines_per)
-        cluster = Cluster(config.cluster, plan, namespace=f"megatron-rl-{secrets.token_hex(4)}")
+        cluster = await _open_cluster(config.cluster, plan)
+        arm_signals()  # Ray has put a handler of its own over ours
         telemetry = build_telemetry(config.telemetry, self.directory.path, config.run.num_steps, sys.stderr)
         engines: list[RemoteEngine] = []
         try:
@@ -213,6 +197,17 @@ class Experiment:
         await asyncio.to_thread(merge_export, parts, folder, self._model.family, self._model.dims, dtype)
         self._tokenizer.save(folder)
         logger.info("exported %s", folder)
+
+
+async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
+    """Connect in a thread, so that signals are heard meanwhile."""
+    namespace = f"megatron-rl-{secrets.token_hex(4)}"
+    opening = asyncio.ensure_future(asyncio.to_thread(Cluster, section, plan, namespace))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        (await opening).close()
+        raise
 
 
 def trainer_layout(config: ExperimentConfig) -> ParallelLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Cluster:
         """Connect to `cluster.ray_address`, else RAY_ADDRESS, else start a local Ray. Raises PlacementError in time."""
         self._section, self._plan = section, plan
         address = section.ray_address or os.environ.get("RAY_ADDRESS")
-        options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True, "logging_level": "warning"}
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True, "logging_level": logging.ERROR}
         if address:
             options["address"] = address
         else:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-
 from megatron_rl.config.sections import SyncSection
 from megatron_rl.resharding.channel import ChannelError
 from megatron_rl.resharding.execute import Address, begin_receive, describe_receiver, finish_receive
