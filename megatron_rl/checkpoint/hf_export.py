@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -66,9 +66,21 @@ def merge_export(
                 raise CheckpointError(f"{parts_folder}: tensor '{name}' has {covered} of {whole.numel()} elements")
             yield name, whole.reshape(shape)
 
-    config = family.hf_from_dims(dims) | {"dtype": str(dtype).removeprefix("torch.")}
-    write_folder(folder, config, _files(merged()))
+    write_model(folder, family, dims, merged(), dtype)
     shutil.rmtree(parts_folder)
+
+
+def write_model(
+    folder: str | Path,
+    family: ModelFamily,
+    dims: ModelDims,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    write_extras: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a Hugging Face folder from a stream of whole tensors in `dtype`, in files of at most 4 GiB."""
+    config = family.hf_from_dims(dims) | {"dtype": str(dtype).removeprefix("torch.")}
+    write_folder(folder, config, _files(tensors), write_extras)
 
 
 def hf_tensor_shapes(family: ModelFamily, dims: ModelDims) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -82,7 +94,7 @@ def hf_tensor_shapes(family: ModelFamily, dims: ModelDims) -> Iterator[tuple[str
                     yield template.format(layer=layer, expert=expert), family.shape_of(template, dims)
 
 
-def _files(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def _files(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
     current: dict[str, torch.Tensor] = {}
     filled = 0
     for name, tensor in tensors:

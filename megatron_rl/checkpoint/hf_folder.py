@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -112,13 +112,19 @@ class RandomSource:
     def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(name.encode(), seed=self._seed) >> 1)
+        drawn = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little") >> 1)
         scale = self._residual_scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
         return torch.randn(shape, generator=generator) * (self._std * scale)
 
 
-def write_folder(folder: str | Path, config: Mapping[str, Any], files: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """Write a Hugging Face folder: one safetensors file per mapping, an index, config.json last.
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    files: Iterable[Mapping[str, torch.Tensor]],
+    write_extras: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a Hugging Face folder: one safetensors file per mapping, an index, config.json, then `write_extras` into it.
 
     The folder is written beside its final name and renamed, so a reader never sees half of it.
     """
@@ -129,6 +135,8 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], files: Iterable[
     temporary.mkdir(parents=True)
     try:
         _write_files(temporary, config, files)
+        if write_extras is not None:
+            write_extras(temporary)
         temporary.rename(final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # only there when something failed

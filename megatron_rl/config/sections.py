@@ -50,6 +50,14 @@ class ModelSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ExampleSection:
+    """One solved question, shown to the model before the real one."""
+
+    user: str
+    assistant: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerSection:
     """`characters`: a one-token-per-character tokenizer for small models; `hf`: reads `path` (default: the model's)."""
 
@@ -60,6 +68,8 @@ class TokenizerSection:
     chat_template: Literal["none", "model"] = "none"
     """`model`: apply the tokenizer's own chat template; `none`: the text as it is."""
     system_prompt: str | None = None
+    examples: tuple[ExampleSection, ...] = ()
+    """Turns between the system prompt and every question (one-shot, few-shot); with chat_template `model`."""
 
 
 @dataclass(frozen=True, slots=True)

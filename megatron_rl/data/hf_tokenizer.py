@@ -7,13 +7,21 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_rl.config.sections import ExampleSection
 from megatron_rl.data.errors import DataError
 
 
 class HfTokenizer:
     """The tokenizer of a local Hugging Face folder; nothing is fetched."""
 
-    def __init__(self, folder: Path, *, use_chat_template: bool = False, system_prompt: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        use_chat_template: bool = False,
+        system_prompt: str | None = None,
+        examples: Sequence[ExampleSection] = (),
+    ) -> None:
         """Raises `DataError` when the folder has no tokenizer, or no chat template or end token where one is needed."""
         self._tokenizer = _load_auto_tokenizer(folder)
         if use_chat_template and not self._tokenizer.chat_template:
@@ -21,7 +29,7 @@ class HfTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"{folder}: the tokenizer names no eos_token; answers could not end")
         self._use_chat_template = use_chat_template
-        self._system_prompt = system_prompt
+        self._opening = _opening_messages(system_prompt, examples)
         self.vocab_size = len(self._tokenizer)
         self.eos_id: int = self._tokenizer.eos_token_id
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -37,12 +45,19 @@ class HfTokenizer:
     def render_prompt(self, text: str) -> list[int]:
         if not self._use_chat_template:
             return self._tokenizer(text)["input_ids"]
-        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        messages = [*system, {"role": "user", "content": text}]
+        messages = [*self._opening, {"role": "user", "content": text}]
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
+
+
+def _opening_messages(system_prompt: str | None, examples: Sequence[ExampleSection]) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    for example in examples:
+        messages.append({"role": "user", "content": example.user})
+        messages.append({"role": "assistant", "content": example.assistant})
+    return messages
 
 
 def _load_auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

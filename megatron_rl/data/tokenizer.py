@@ -43,6 +43,8 @@ def load_tokenizer(section: TokenizerSection, model_path: str | None) -> Tokeniz
     """
     if section.system_prompt and section.chat_template == "none":
         raise DataError("data.tokenizer.system_prompt needs data.tokenizer.chat_template: model")
+    if section.examples and section.chat_template == "none":
+        raise DataError("data.tokenizer.examples needs data.tokenizer.chat_template: model")
     if section.kind == "characters":
         if section.chat_template != "none":
             raise DataError("data.tokenizer.chat_template: the characters tokenizer has no template; use none")
@@ -54,5 +56,8 @@ def load_tokenizer(section: TokenizerSection, model_path: str | None) -> Tokeniz
     from megatron_rl.data.hf_tokenizer import HfTokenizer
 
     return HfTokenizer(
-        Path(path), use_chat_template=section.chat_template == "model", system_prompt=section.system_prompt
+        Path(path),
+        use_chat_template=section.chat_template == "model",
+        system_prompt=section.system_prompt,
+        examples=section.examples,
     )

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron_rl.config.sections import TokenizerSection
+from megatron_rl.config.sections import ExampleSection, TokenizerSection
 from megatron_rl.data.character_tokenizer import CharacterTokenizer
 from megatron_rl.data.errors import DataError
 from megatron_rl.data.hf_tokenizer import HfTokenizer
@@ -40,6 +40,16 @@ def test_the_chat_template_wraps_system_prompt_and_question(folder):
     assert without.decode(without.render_prompt("2 + 2 =")) == "[user]2 + 2 =\n[assistant]"
 
 
+def test_examples_stand_between_the_system_prompt_and_the_question(folder):
+    examples = (ExampleSection("5 - 9 =", "5 - 9 = -4"), ExampleSection("1 + 1 =", "1 + 1 = 2"))
+    section = TokenizerSection(kind="hf", chat_template="model", system_prompt="Be brief.", examples=examples)
+    tokenizer = load_tokenizer(section, str(folder))
+    assert tokenizer.decode(tokenizer.render_prompt("2 + 2 =")) == (
+        "[system]Be brief.\n[user]5 - 9 =\n[assistant]5 - 9 = -4\n[user]1 + 1 =\n[assistant]1 + 1 = 2\n"
+        "[user]2 + 2 =\n[assistant]"
+    )
+
+
 def test_a_saved_hf_tokenizer_loads_again(folder, tmp_path):
     tokenizer = load_tokenizer(TokenizerSection(kind="hf"), str(folder))
     tokenizer.save(tmp_path / "copy")
@@ -58,6 +68,7 @@ def test_the_configured_alphabet_is_used():
         (TokenizerSection(kind="hf", path="/no/such/folder"), "/no/such/folder: no such folder"),
         (TokenizerSection(kind="characters", chat_template="model"), "has no template; use none"),
         (TokenizerSection(kind="characters", system_prompt="x"), "system_prompt needs data.tokenizer.chat_template"),
+        (TokenizerSection(kind="characters", examples=(ExampleSection("x", "y"),)), "examples needs data.tokenizer.chat"),
     ],
 )
 def test_settings_that_do_not_go_together_are_one_line(section, message):
