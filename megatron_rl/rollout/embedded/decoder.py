@@ -42,6 +42,15 @@ class _Layer:
     down: torch.Tensor  # dense [R, H, I], experts [R, E, H, I]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSlots:
+    """Sequence `rows_M[m]` of a prefill goes to slot `slots_M[m]`: slots that share a prompt share its computation."""
+
+    cache: KVCache
+    rows_M: torch.Tensor
+    slots_M: torch.Tensor
+
+
 class Decoder:
     """Computes with the weights as they are at the call: views only, nothing derived from them is kept."""
 
@@ -58,44 +67,37 @@ class Decoder:
         self._context = torch.arange(max_context, device=weights.device)
 
     def _views(self, weights: ShardedWeights, prefix: str) -> _Layer:
-        stacked, dims = weights.stacked, weights.dims
-        replicated = {
-            name: stacked[prefix + name][0] for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
-        }
-        up, down = "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
-        if dims.num_experts:
-            up, down = "mlp.experts.w13_weight", "mlp.experts.w2_weight"
+        dims = weights.dims
+
+        def ranks(name: str) -> torch.Tensor:
+            return weights.stacked[prefix + name]
+
         return _Layer(
-            input_norm=replicated["input_layernorm.weight"],
-            qkv=stacked[prefix + "self_attn.qkv_proj.weight"].flatten(0, 1),
-            q_norm=stacked[prefix + "self_attn.q_norm.weight"][0] if dims.qk_norm else None,
-            k_norm=stacked[prefix + "self_attn.k_norm.weight"][0] if dims.qk_norm else None,
-            output=stacked[prefix + "self_attn.o_proj.weight"],
-            mlp_norm=replicated["post_attention_layernorm.weight"],
-            router=stacked[prefix + "mlp.gate.weight"][0] if dims.num_experts else None,
-            up=stacked[prefix + up] if dims.num_experts else stacked[prefix + up].flatten(0, 1),
-            down=stacked[prefix + down],
+            input_norm=ranks("input_layernorm.weight")[0],
+            qkv=ranks("self_attn.qkv_proj.weight").flatten(0, 1),
+            q_norm=ranks("self_attn.q_norm.weight")[0] if dims.qk_norm else None,
+            k_norm=ranks("self_attn.k_norm.weight")[0] if dims.qk_norm else None,
+            output=ranks("self_attn.o_proj.weight"),
+            mlp_norm=ranks("post_attention_layernorm.weight")[0],
+            router=ranks("mlp.gate.weight")[0] if dims.num_experts else None,
+            up=ranks("mlp.experts.w13_weight") if dims.num_experts else ranks("mlp.gate_up_proj.weight").flatten(0, 1),
+            down=ranks("mlp.experts.w2_weight" if dims.num_experts else "mlp.down_proj.weight"),
         )
 
-    def prefill(
-        self,
-        ids_BL: torch.Tensor,
-        cache: KVCache | None = None,
-        row_of_slot: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def prefill(self, ids_BL: torch.Tensor, into: PromptSlots | None = None) -> torch.Tensor:
         """Hidden states [B, L, H] after the final norm, of sequences padded on the right (causality hides the padding).
 
-        With `cache`, sequence `row_of_slot[m]` is written to slot `slots[m]`: a prompt that several slots share is
-        computed once.
+        Keys and values go `into` slots; without it they are forgotten.
         """
         batch, length = ids_BL.shape
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             heads, group, dim = query.shape[1:]
             key, value = key.reshape(batch, length, heads, dim), value.reshape(batch, length, heads, dim)
-            if cache is not None:
-                cache.write_prompts(layer, slots, key.index_select(0, row_of_slot), value.index_select(0, row_of_slot))
+            if into is not None:
+                into.cache.write_prompts(
+                    layer, into.slots_M, key.index_select(0, into.rows_M), value.index_select(0, into.rows_M)
+                )
             query = query.reshape(batch, length, heads * group, dim).transpose(1, 2)
             key, value = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (key, value))
             output = F.scaled_dot_product_attention(query, key, value, is_causal=True)

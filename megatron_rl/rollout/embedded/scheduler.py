@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from megatron_rl.rollout.embedded.decoder import Decoder
+from megatron_rl.rollout.embedded.decoder import Decoder, PromptSlots
 from megatron_rl.rollout.embedded.generation import Generation
 from megatron_rl.rollout.embedded.kv_cache import KVCache
 from megatron_rl.rollout.embedded.sampling import SamplingRows, counter_uniforms, sample_tokens
@@ -118,12 +118,13 @@ class Scheduler:
         """Prefill one batch of waiting requests, or decode one token of every running one."""
         started = time.perf_counter()
         batch = self._next_prefill()
+        num_busy = self.num_running + len(batch)
         if batch:
             self._prefill(batch)
         elif self.num_running:
             self._decode()
         elapsed = time.perf_counter() - started
-        self.busy_slot_s += elapsed * self.num_running
+        self.busy_slot_s += elapsed * num_busy
         self.capacity_slot_s += elapsed * self._num_slots
 
     def set_version(self, version: PolicyVersion) -> None:
@@ -182,7 +183,7 @@ class Scheduler:
             ids_UL[row, : len(token_ids)] = token_ids
         rows = self._to_device(np.array(rows_M, np.int64))
         slots = self._to_device(np.arange(first, first + len(batch)))
-        hidden_ULH = self._decoder.prefill(self._to_device(ids_UL), self._cache, rows, slots)
+        hidden_ULH = self._decoder.prefill(self._to_device(ids_UL), PromptSlots(self._cache, rows, slots))
         last_UH = hidden_ULH[torch.arange(len(row_of), device=self._device), self._to_device(lengths_U - 1)]
         self._sample(self._decoder.logits(last_UH).index_select(0, rows), first)
 

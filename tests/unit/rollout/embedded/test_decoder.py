@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.model_families.declaration import ModelDims
-from megatron_rl.rollout.embedded.decoder import Decoder
+from megatron_rl.rollout.embedded.decoder import Decoder, PromptSlots
 from megatron_rl.rollout.embedded.kv_cache import KVCache
 from megatron_rl.rollout.embedded.weights import ShardedWeights
 from tests.unit.rollout.embedded.engine_models import DENSE, MOE, fill, hf_model
@@ -50,18 +50,34 @@ def run_both_ways(
     decoder = Decoder(weights, max_context=40)
     cache = KVCache(dims, tp, num_slots=9, max_context=40, dtype=torch.float32, device=torch.device("cpu"))
     prefilled = decoder.logits(decoder.prefill(ids).flatten(0, 1)).view(*ids.shape, -1)
-    slots = torch.arange(len(ids)).flip(0)
-    hidden = [decoder.prefill(ids.flip(0)[:, :7], cache, torch.arange(len(ids)), slots.flip(0))[:, -1].flip(0)]
+    slots = torch.arange(len(ids)).flip(0)  # the last sequence runs in slot 0
+    decoder.prefill(ids[:, :7], PromptSlots(cache, torch.arange(len(ids)), slots))
     cache.move(0, 8, 7)  # there and back again
     cache.data[:, :, 0] = 0
     cache.move(8, 0, 7)
-    ids_decoded = ids.flip(0)
-    decoded = [decoder.logits(hidden[0])[:, : dims.vocab_size]]
+    decoded = []
     for position in range(7, ids.shape[1]):
         positions = torch.full((len(ids),), position)
-        hidden_now = decoder.decode(ids_decoded[:, position], positions, position + 1, cache)
-        decoded.append(decoder.logits(hidden_now)[:, : dims.vocab_size].flip(0))
-    return prefilled[..., : dims.vocab_size], torch.stack(decoded[1:], dim=1)
+        hidden = decoder.decode(ids[slots, position], positions, position + 1, cache)
+        decoded.append(decoder.logits(hidden)[slots, : dims.vocab_size])
+    return prefilled[..., : dims.vocab_size], torch.stack(decoded, dim=1)
+
+
+@pytest.mark.parametrize("dims", [dataclasses.replace(MOE, moe_ffn_size=48), DENSE], ids=["moe", "dense"])
+def test_bfloat16_stays_close_to_float32(dims: ModelDims) -> None:
+    model = hf_model(dims, seed=4, scale=0.1)
+    ids = torch.randint(dims.vocab_size, (3, 17), generator=torch.Generator().manual_seed(6))
+    with torch.inference_mode():
+        exact = model(ids).logits.log_softmax(-1)
+        reference = model.bfloat16()(ids).logits.float().log_softmax(-1)
+        weights = ShardedWeights(dims, 2 if dims.num_experts else 3, torch.bfloat16)
+        fill(weights, model)
+        decoder = Decoder(weights, max_context=17)
+        logits = decoder.logits(decoder.prefill(ids).flatten(0, 1)).view(3, 17, -1)
+        assert logits.dtype is torch.float32
+        error = (logits[..., : dims.vocab_size].log_softmax(-1) - exact).abs()
+    assert error.mean() < 1.5 * (reference - exact).abs().mean()  # no worse than transformers in bf16
+    assert error.mean() > 0
 
 
 def test_padded_vocabulary_has_no_probability() -> None:
@@ -84,7 +100,7 @@ def test_ragged_decode_ignores_what_an_earlier_sequence_left_in_the_slot() -> No
     lengths = [3, 11, 6]
     ids = torch.from_numpy(rng.integers(DENSE.vocab_size, size=(3, 12)))
     with torch.inference_mode():
-        decoder.prefill(ids[:, :11], cache, torch.arange(3), torch.arange(3))
+        decoder.prefill(ids[:, :11], PromptSlots(cache, torch.arange(3), torch.arange(3)))
         positions = torch.tensor(lengths)
         last = ids[torch.arange(3), positions]
         logits = decoder.logits(decoder.decode(last, positions, 12, cache))
