@@ -15,15 +15,20 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.config.sections import SglangSection
 from megatron_rl.rollout.sglang.engine import SglangEngine
-from megatron_rl.rollout.sglang.keys import EngineKeys, make_keys, write_key_file
-from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServerLaunch, plan_launch
-from megatron_rl.rollout.sglang.process import SglangServer, free_port, make_work_dir
+from megatron_rl.rollout.sglang.launch_args import EnginePlace
+from megatron_rl.rollout.sglang.process import SglangServer
 from megatron_rl.rollout.sglang.receiver_dir import create_receiver_dir
+from megatron_rl.rollout.sglang.start import start_engine
 
 TP_SIZE = 2
 MAX_CONTEXT = 448
-NUM_CONCURRENT = 32
-SECTION = SglangSection(tp_size=TP_SIZE, num_concurrent=NUM_CONCURRENT, server_args={"log_level_http": "warning"})
+SECTION = SglangSection(
+    tp_size=TP_SIZE,
+    num_concurrent=32,
+    start_timeout_s=240.0,
+    request_timeout_s=120.0,
+    server_args={"log_level_http": "warning"},
+)
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,17 @@ class Running:
 
     engine: SglangEngine
     server: SglangServer
-    launch: ServerLaunch
-    keys: EngineKeys
-    key_file: Path
-    work_dir: Path
     receiver_dir: Path
     receiver_key: bytes
-    log_path: Path
+
+    @property
+    def guardian_argv(self) -> list[str]:
+        return Path(f"/proc/{self.server._process.pid}/cmdline").read_text().split("\0")
+
+    @property
+    def work_dir(self) -> Path:
+        (path,) = [Path(word).parent for word in self.guardian_argv if word.endswith("keys.yaml")]
+        return path
 
     @property
     def session(self) -> int:
@@ -83,35 +92,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(folder, model)
 
 
-def start_server(model: TinyModel, directory: Path, name: str) -> Running:
-    keys, work_dir, receiver_key = make_keys(), make_work_dir(), secrets.token_bytes(32)
-    key_file, receiver_dir = work_dir / "keys.yaml", directory / "receivers"
-    write_key_file(key_file, keys)
-    create_receiver_dir(receiver_dir, receiver_key)
-    launch = plan_launch(
-        SECTION,
-        EnginePlace(port=free_port("127.0.0.1"), cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
-        python=sys.executable,
-        model_path=str(model.folder),
-        dtype="fp32",
-        max_context=MAX_CONTEXT,
-        key_file=key_file,
-        receiver_dir=receiver_dir,
-    )
-    log_path = directory / "server.log"
-    server = SglangServer.start(name, launch, keys, work_dir, log_path)
-    engine = SglangEngine(
-        name,
-        server.url,
-        keys,
-        tp_size=TP_SIZE,
-        request_timeout_s=120.0,
-        server=server,
-        receiver_dir=receiver_dir,
-    )
-    return Running(engine, server, launch, keys, key_file, work_dir, receiver_dir, receiver_key, log_path)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests that end the shared server come last, in whatever order files are given."""
     items.sort(key=lambda item: item.path.name == "test_server_end.py")
@@ -126,13 +106,25 @@ def loop():
 
 @pytest.fixture(scope="session")
 def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
-    started = start_server(tiny_model, tmp_path_factory.mktemp("engine"), "shared")
+    directory = tmp_path_factory.mktemp("engine")
+    receiver_key = secrets.token_bytes(32)
+    create_receiver_dir(directory / "receivers", receiver_key)
+    engine = start_engine(
+        "shared",
+        SECTION,
+        EnginePlace(cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
+        python=sys.executable,
+        model_path=str(tiny_model.folder),
+        dtype="fp32",
+        max_context=MAX_CONTEXT,
+        receiver_dir=directory / "receivers",
+        log_path=directory / "server.log",
+        on_progress=print,
+    )
     try:
-        seconds = started.server.wait_ready(deadline_s=240.0, on_progress=print)
-        print(f"server up after {seconds:.1f} s")
-        yield started
+        yield Running(engine, engine.server, directory / "receivers", receiver_key)
     finally:
-        loop(started.engine.close())
+        loop(engine.close())
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ def shared_memory_of(session: int) -> set[Path]:
 
 
 def test_a_killed_rank_ends_requests_within_seconds_and_leaves_nothing(running, loop):
-    session = running.session
+    session, work_dir = running.session, running.work_dir
+    host, port = running.server.url.removeprefix("http://").split(":")
     shared_memory = shared_memory_of(session)
     assert shared_memory
 
@@ -47,11 +48,11 @@ def test_a_killed_rank_ends_requests_within_seconds_and_leaves_nothing(running, 
 
     assert loop(scenario()) < 10.0
     running.server.stop()
-    with pytest.raises(EngineDeadError, match=f"engine shared ended with exit code .*{running.log_path}"):
+    with pytest.raises(EngineDeadError, match=f"engine shared ended with exit code .*{running.server.log_path}"):
         running.server.raise_if_dead()
     assert processes_of_session(session) == []
-    assert not running.work_dir.exists()
+    assert not work_dir.exists()
     assert not [path for path in shared_memory if path.exists()]
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((running.launch.host, running.launch.port))
+        probe.bind((host, int(port)))

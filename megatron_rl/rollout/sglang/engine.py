@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import pickle
 from collections.abc import Mapping, Sequence
@@ -117,13 +118,13 @@ class SglangEngine:
         await self._begin_session()
         await self._call_loader(flush_cache=False)
         await self._end_session()
-        return read_addresses(self.name, directory, self._tp_size)
+        return await asyncio.to_thread(read_addresses, self.name, directory, self._tp_size)
 
     async def close(self) -> None:
         """Close our connections, and end the server if we started it."""
         await self._client.close()
         if self.server is not None:
-            self.server.stop()
+            await asyncio.to_thread(self.server.stop)
 
     async def _begin(self, pause_mode: str) -> None:
         if not self._is_paused:

@@ -92,7 +92,8 @@ def copy_output(source: int, secrets: list[bytes], rest: bytes) -> bytes | None:
     return rest_of_line if chunk else None
 
 
-def guard(work_dir: Path, secrets: list[bytes], grace_s: float, command: list[str]) -> int:
+def guard(secrets: list[bytes], grace_s: float, command: list[str]) -> int:
+    """Run `command` to its end, or until standard input ends; returns its exit code (negative: a signal)."""
     libc = ctypes.CDLL(None)
 
     def prepare_server() -> None:
@@ -134,7 +135,6 @@ def guard(work_dir: Path, secrets: list[bytes], grace_s: float, command: list[st
     while rest is not None:  # all writers are gone, so this ends
         rest = copy_output(output, secrets, rest)
     unlink_orphaned_shared_memory(started)
-    shutil.rmtree(work_dir, ignore_errors=True)
     return server.returncode
 
 
@@ -144,7 +144,13 @@ def main() -> int:
         secrets = [line for line in file.read().split(b"\n") if line]
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    return guard(Path(work_dir), secrets, float(grace_s), command)
+    try:
+        return guard(secrets, float(grace_s), command)
+    except OSError as error:  # the interpreter is not there, or cannot be run
+        os.write(1, f"cannot start {command[0]}: {error}\n".encode())
+        return 127
+    finally:
+        shutil.rmtree(work_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

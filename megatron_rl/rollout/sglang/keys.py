@@ -8,8 +8,6 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
@@ -28,12 +26,12 @@ def write_key_file(path: Path, keys: EngineKeys) -> None:
     temporary = path.with_suffix(".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        yaml.safe_dump({"api-key": keys.api, "admin-api-key": keys.admin}, file)
+        file.write(f'api-key: "{keys.api}"\nadmin-api-key: "{keys.admin}"\n')
     temporary.rename(path)
 
 
 def read_key_file(path: Path) -> EngineKeys:
-    """Read `api-key` and `admin-api-key` (underscores are fine).
+    """Read the lines `api_key: ...` and `admin_api_key: ...` (dashes are fine).
 
     Raises FileNotFoundError, PermissionError (others may read it) or ValueError (a key is missing), each in one line.
     """
@@ -42,9 +40,13 @@ def read_key_file(path: Path) -> EngineKeys:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise PermissionError(f"{path}: mode {mode:o} lets others read the keys; run chmod 600 {path}")
-    content = yaml.safe_load(path.read_text())
-    entries = {str(k).replace("-", "_"): v for k, v in content.items()} if isinstance(content, dict) else {}
-    missing = [name for name in ("api_key", "admin_api_key") if not isinstance(entries.get(name), str)]
+    entries = {}
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        entries[name.strip().replace("-", "_")] = value.strip().strip("\"'")
+    missing = [name for name in ("api_key", "admin_api_key") if not entries.get(name)]
     if missing:
-        raise ValueError(f"{path}: expected text under api_key and admin_api_key, missing {', '.join(missing)}")
+        raise ValueError(
+            f"{path}: expected lines 'api_key: ...' and 'admin_api_key: ...', missing {', '.join(missing)}"
+        )
     return EngineKeys(entries["api_key"], entries["admin_api_key"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,15 +30,26 @@ STOP_GRACE_S = 10.0
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free on `host` now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free on `host` now, and likely still is when a server binds it half a minute later.
+
+    It lies below the ports that the system gives to outgoing connections and above those of Ray's workers.
+    """
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(20_000, max(first_ephemeral, 20_100)), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(f"no free port on {host} between 20000 and {first_ephemeral}")
 
 
 def make_work_dir() -> Path:
     """A private directory (mode 700) with a short path: SGLang puts Unix sockets into it, whose paths are limited."""
     return Path(tempfile.mkdtemp(prefix="mrl-sglang-"))
+
+
+def remove_work_dir(path: Path) -> None:
+    """For a directory that no server took over; a server's guardian removes its own."""
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def log_tail(log_path: Path, num_lines: int = LOG_TAIL_LINES) -> str:

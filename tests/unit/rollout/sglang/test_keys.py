@@ -1,6 +1,7 @@
 import stat
 
 import pytest
+import yaml
 
 from megatron_rl.rollout.sglang.keys import EngineKeys, make_keys, read_key_file, write_key_file
 
@@ -26,12 +27,21 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path):
         read_key_file(path)
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "api_key: x\n", "api_key: x\nadmin_api_key: 7\n"])
+@pytest.mark.parametrize("text", ["", "- a\n", "api_key: x\n", "api_key: x\nadmin_api_key:\n"])
 def test_missing_keys_are_named(tmp_path, text):
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(ValueError, match=r"keys\.yaml: expected text under .*missing .*admin_api_key"):
+    with pytest.raises(ValueError, match=r"keys\.yaml: expected lines .*missing .*admin_api_key"):
         read_key_file(path)
     with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
         read_key_file(tmp_path / "absent.yaml")
+
+
+def test_the_file_is_what_sglang_reads_and_what_a_person_may_write(tmp_path):
+    path = tmp_path / "keys.yaml"
+    keys = EngineKeys("0" * 64, "1234e5678")  # neither may turn into a number
+    write_key_file(path, keys)
+    assert yaml.safe_load(path.read_text()) == {"api-key": keys.api, "admin-api-key": keys.admin}
+    path.write_text("# engines of the east rack\n\nadmin_api_key: 'two'\napi_key: one\n")
+    assert read_key_file(path) == EngineKeys("one", "two")
