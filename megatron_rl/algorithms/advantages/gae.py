@@ -4,8 +4,8 @@
 
 (arXiv 1506.02438 eq. 16), where the returns R use the critic's lambda. t runs over the *trained* tokens of a sequence:
 across a masked stretch (a tool's answer) V_{t+1} and A_{t+1} are carried from the next trained token, undiscounted, as
-in verl and NeMo; OpenRLHF steps through the gap with V = 0. After the last trained token both are 0. All arithmetic is
-fp64.
+in verl and NeMo; OpenRLHF steps through the gap with V = 0. After the last trained token both are 0. Sums are
+kept in fp64, results have the dtype of the values.
 
 Shape suffixes: _T packed tokens, _S sequences.
 """
@@ -38,15 +38,18 @@ def gae(
     lambda_actor_S: np.ndarray | float = 1.0,
     lambda_critic: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages_T, returns_T), fp64, 0 on masked tokens. `cu_seqlens` is [S+1], starting at 0.
+    """(advantages_T, returns_T) in the dtype of the values (fp32 or fp64), 0 on masked tokens.
 
-    Compiled where numba is installed (one thread, about a nanosecond per token), vectorised over sequences elsewhere.
+    `cu_seqlens` is [S+1] and starts at 0. Compiled where numba is installed (one thread, a few nanoseconds per token),
+    vectorised over sequences elsewhere.
     """
+    values_T = np.asarray(values_T)
+    dtype = values_T.dtype if values_T.dtype in (np.float32, np.float64) else np.dtype(np.float64)
     cu_seqlens = np.ascontiguousarray(cu_seqlens, dtype=np.int64)
     lambda_S = np.ascontiguousarray(np.broadcast_to(np.asarray(lambda_actor_S, np.float64), len(cu_seqlens) - 1))
     return _scan()(
-        np.ascontiguousarray(rewards_T, dtype=np.float64),
-        np.ascontiguousarray(values_T, dtype=np.float64),
+        np.ascontiguousarray(rewards_T, dtype=dtype),
+        np.ascontiguousarray(values_T, dtype=dtype),
         np.ascontiguousarray(mask_T, dtype=np.bool_),
         cu_seqlens,
         float(gamma),
@@ -80,8 +83,8 @@ def scan_sequential(
     lambda_critic: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The recurrence as it is written above, sequence by sequence, backwards. Meant to be compiled."""
-    advantages_T = np.zeros_like(values_T)
-    returns_T = np.zeros_like(values_T)
+    advantages_T = np.empty_like(values_T)
+    returns_T = np.empty_like(values_T)
     for s in range(len(cu_seqlens) - 1):
         next_value = 0.0
         actor = 0.0
@@ -90,12 +93,16 @@ def scan_sequential(
         decay_critic = gamma * lambda_critic
         for t in range(cu_seqlens[s + 1] - 1, cu_seqlens[s] - 1, -1):
             if mask_T[t]:
-                delta = rewards_T[t] + gamma * next_value - values_T[t]
+                value = float(values_T[t])
+                delta = float(rewards_T[t]) + gamma * next_value - value
                 actor = delta + decay_actor * actor
                 critic = delta + decay_critic * critic
-                next_value = values_T[t]
+                next_value = value
                 advantages_T[t] = actor
-                returns_T[t] = critic + next_value
+                returns_T[t] = critic + value
+            else:
+                advantages_T[t] = 0.0
+                returns_T[t] = 0.0
     return advantages_T, returns_T
 
 

@@ -85,7 +85,7 @@ def make_batch(seed: int, num_rows: int = 9, spread: float = 0.4) -> RaggedBatch
 
 
 def run_on_ranks(num_ranks: int, work: Callable[[int, Callable[[Any], Any]], Any]) -> list[Any]:
-    """`work(rank, add_up)` on one thread per rank; `add_up(local)` returns the sum over ranks, as an all-reduce does."""
+    """`work(rank, add_up)` on one thread per rank; `add_up(local)` returns the sum over ranks: an all-reduce."""
     barrier = threading.Barrier(num_ranks, timeout=30.0)
     board: list[Any] = [None] * num_ranks
 

@@ -12,6 +12,11 @@ from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.config.sections import AlgorithmSection, CorrectionSection, KlSection
 from megatron_rl.types.training import Denominators
 
+
+def corrected(correction: CorrectionSection) -> AlgorithmSection:
+    return AlgorithmSection(clip_low=0.4, clip_high=0.4, correction=correction)
+
+
 SECTIONS: dict[str, AlgorithmSection] = {
     "grpo": AlgorithmSection(name="grpo", loss="ppo", clip_low=0.2, clip_high=0.2, kl=KlSection(0.04)),
     "dapo": AlgorithmSection(name="dapo", loss="ppo", clip_low=0.2, clip_high=0.28, aggregation="token-mean"),
@@ -35,10 +40,10 @@ SECTIONS: dict[str, AlgorithmSection] = {
     ),
     "tis": AlgorithmSection(clip_low=0.05, clip_high=0.06, correction=CorrectionSection("tis", high=1.1)),
     "icepop": AlgorithmSection(clip_low=0.05, clip_high=0.06, correction=CorrectionSection("icepop", 0.7, 1.4)),
-    "sequence_tis": AlgorithmSection(clip_low=0.4, clip_high=0.4, correction=CorrectionSection("sequence_tis", high=1.2)),
-    "sequence_mask": AlgorithmSection(clip_low=0.4, clip_high=0.4, correction=CorrectionSection("sequence_mask", high=1.2)),
-    "geometric_mask": AlgorithmSection(clip_low=0.4, clip_high=0.4, correction=CorrectionSection("geometric_mask", 0.8, 1.2)),
-    "opsm": AlgorithmSection(clip_low=0.4, clip_high=0.4, correction=CorrectionSection("opsm", high=0.01)),
+    "sequence_tis": corrected(CorrectionSection("sequence_tis", high=1.2)),
+    "sequence_mask": corrected(CorrectionSection("sequence_mask", high=1.2)),
+    "geometric_mask": corrected(CorrectionSection("geometric_mask", 0.8, 1.2)),
+    "opsm": corrected(CorrectionSection("opsm", high=0.01)),
 }  # fmt: skip
 
 
