@@ -1,0 +1,162 @@
+"""The loop on scripted parts: what is called, in which order, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.config.sections import AlgorithmSection, RunSection, TelemetrySection, TrainerSection, WarmStartSection
+from megatron_rl.controller.batcher import Batcher, share_of
+from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
+from megatron_rl.controller.run_directory import RunDirectory, RunDirectoryError
+from megatron_rl.data.bundle import DataBundle, SftPair
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.rollout.collector import Collector
+from megatron_rl.telemetry.build import build_telemetry
+from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.types.rollout import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    RewardResult,
+    RolloutSegment,
+    SamplingParams,
+)
+
+
+class Recorder:
+    """Trainers, weight sync and one engine in one: records the order of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.version = -1
+        self.batches = []
+
+    async def begin_phase(self, section, num_optimizer_steps):
+        self.calls.append(f"begin_phase lr={section.learning_rate:g} steps={num_optimizer_steps}")
+
+    async def train_step(self, batch, version):
+        self.calls.append(f"train v{version} {len(batch.minibatches)} minibatches")
+        self.batches.append(batch)
+        return dict.fromkeys(
+            ["loss/policy", "loss/clip_fraction", "loss/entropy", "loss/kl_to_rollout", "rollout/logprob_gap", "grad_norm"],
+            0.25,
+        ) | {"learning_rate": 1e-3}
+
+    async def sft_step(self, batch):
+        self.calls.append(f"sft {batch.num_samples}")
+        return {"loss/supervised": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3}
+
+    async def publish(self):
+        self.version += 1
+        self.calls.append(f"publish v{self.version}")
+        return PolicyVersion(self.version)
+
+    async def generate(self, request):
+        length = request.seed % 5 + 1
+        await asyncio.sleep(0)
+        return (RolloutSegment((7,) * length, (-1.0,) * length, PolicyVersion(self.version), FinishReason.STOP),)
+
+
+def build_loop(tmp_path, recorder, *, skip=False, score=None, **run_options):
+    run = RunSection(
+        num_steps=3, prompts_per_step=4, samples_per_prompt=2, eval_interval=2, num_eval_prompts=3, **run_options
+    )
+    trainer = TrainerSection(warm_start=WarmStartSection(num_steps=2, batch_size=5), minibatches_per_step=2)
+    prompts = [Prompt(f"p{i}", f"q{i}", (1, 2, 3), str(i), "s") for i in range(9)]
+    data = DataBundle(
+        train_sampler=PromptSampler([prompts], [1.0], 1),
+        warm_start_sampler=PromptSampler([prompts], [1.0], 2),
+        eval_prompts=tuple(prompts[:3]),
+        reward_names={"s": "exact_match"},
+        num_train_prompts={"s": 9},
+    )
+    score = score or (lambda prompt, ids, ended: RewardResult(float(len(ids) % 2), len(ids) % 2 == 1))
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("run: {}\n", overwrite=False)
+    algorithm = build_algorithm(AlgorithmSection(skip_zero_variance_groups=skip))
+    telemetry = build_telemetry(TelemetrySection(progress="off"), directory.path, run.num_steps, None)
+    return TrainingLoop(
+        run, trainer, SamplingParams(8), SamplingParams(8), data=data,
+        pairs_of=lambda ps: [SftPair(p.token_ids, (4, 5)) for p in ps], decode=lambda ids: "x" * len(ids),
+        collector=Collector([recorder], [4], score, seed=1),
+        batcher=Batcher(algorithm, trainer, ParallelLayout(dp=2), run),
+        trainers=recorder, weight_sync=recorder, telemetry=telemetry, directory=directory,
+    )  # fmt: skip
+
+
+def test_the_order_of_a_run(tmp_path):
+    recorder = Recorder()
+    loop = build_loop(tmp_path, recorder)
+    asyncio.run(loop.execute())
+    assert recorder.calls == [
+        "begin_phase lr=0.001 steps=2", "sft 5", "sft 5",
+        "begin_phase lr=1e-06 steps=6", "publish v0",
+        "train v0 2 minibatches", "publish v1",
+        "train v1 2 minibatches", "publish v2",
+        "train v2 2 minibatches", "publish v3",
+    ]  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["policy_version"] for row in rows] == [0, 1, 2, 3]
+    assert [("eval/accuracy" in row) for row in rows] == [True, False, True, True]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(row["time/step_s"] >= row["time/generate_s"] for row in rows[1:])
+
+
+def test_samples_carry_the_version_that_sampled_them(tmp_path):
+    recorder = Recorder()
+    asyncio.run(build_loop(tmp_path, recorder).execute())
+    for version, batch in enumerate(recorder.batches):
+        for minibatch in batch.minibatches:
+            for rank in minibatch.microbatches:
+                for microbatch in rank:
+                    assert set(microbatch.versions_T[microbatch.loss_mask_T]) <= {version}
+
+
+def test_a_step_without_variance_trains_nothing_and_still_reports(tmp_path):
+    recorder = Recorder()
+    loop = build_loop(tmp_path, recorder, skip=True, score=lambda prompt, ids, ended: RewardResult(1.0, True))
+    asyncio.run(loop.execute())
+    assert not recorder.batches
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["loss/policy"] == 0.0 and row["grad_norm"] == 0.0 for row in rows[1:])
+
+
+def test_a_phase_has_a_deadline(tmp_path):
+    class Stuck(Recorder):
+        async def train_step(self, batch, version):
+            await asyncio.Event().wait()
+
+    with pytest.raises(PhaseTimeoutError, match=r"phase train: not done within run.deadline_s=1"):
+        asyncio.run(build_loop(tmp_path, Stuck(), deadline_s=1.0).execute())
+
+
+def test_a_share_keeps_the_global_denominators(tmp_path):
+    recorder = Recorder()
+    asyncio.run(build_loop(tmp_path, recorder).execute())
+    batch = recorder.batches[0]
+    shares = [share_of(batch, rank) for rank in range(2)]
+    for number, minibatch in enumerate(batch.minibatches):
+        parts = [share.minibatches[number] for share in shares]
+        assert all(part.denominators == minibatch.denominators for part in parts)
+        assert [part.microbatches[0] for part in parts] == list(minibatch.microbatches)
+        total = sum(int(m.loss_mask_T.sum()) for part in parts for m in part.microbatches[0])
+        assert total == minibatch.denominators.num_tokens
+
+
+def test_a_run_directory_is_not_overwritten_unasked(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("a: 1\n", overwrite=False)
+    directory.create("a: 2\n", overwrite=False)  # no metrics yet: nothing is lost
+    directory.metrics_file.write_text("{}\n")
+    with pytest.raises(RunDirectoryError, match=r"run.overwrite=true"):
+        directory.create("a: 3\n", overwrite=False)
+    directory.create("a: 4\n", overwrite=True)
+    assert not directory.metrics_file.exists()
+    assert (directory.path / "resolved.yaml").read_text() == "a: 4\n"
+    assert not list(directory.path.glob("*.tmp"))
