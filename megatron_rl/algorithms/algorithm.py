@@ -20,7 +20,7 @@ from megatron_rl.algorithms.losses.positive_nll import positive_nll
 from megatron_rl.algorithms.ratios import log_ratio
 from megatron_rl.algorithms.registry import ADVANTAGES, LOSSES
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.algorithms.validation import check_section
+from megatron_rl.config.algorithm_checks import check_algorithm
 from megatron_rl.config.sections import AlgorithmSection
 
 
@@ -112,11 +112,13 @@ class Algorithm:
 
 
 def build_algorithm(section: AlgorithmSection) -> Algorithm:
-    """Check the section's choices against each other and compose them.
+    """Compose the section's choices.
 
-    Raises ValueError with the key and what to write instead.
+    The rules about which of them contradict each other are `config.algorithm_checks`, which a loaded configuration has
+    already passed; a section made in code is held to them here. Raises ValueError with the key and what was expected.
     """
-    check_section(section)
+    for key, reason in check_algorithm(section, samples_per_prompt=2):  # the group size is the loader's to check
+        raise ValueError(f"{key}: {reason}")
     needs = {"old_logprobs"}
     if section.loss in ("aipo", "reinforce") and section.correction.kind in ("none", "opsm"):
         needs.discard("old_logprobs")

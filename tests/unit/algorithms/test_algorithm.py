@@ -230,3 +230,18 @@ def test_token_advantages_leave_the_groups_to_the_ranks() -> None:
     assert [a.tolist() for a in vapo.group_advantages([[1.0, 0.0]])] == [[0.0, 0.0]]
     assert build_algorithm(AlgorithmSection(advantage="reinforce_pp", gamma=0.99)).has_token_advantages
     assert not build_algorithm(AlgorithmSection(advantage="reinforce_pp")).has_token_advantages
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"aggregation": "token-mean"}, "algorithm.aggregation: contradicts loss gspo: expected seq-mean-token-mean"),
+        ({"loss": "ppo", "clip_low": 1.5}, "algorithm.clip_low: expected at most 1"),
+        ({"loss": "aipo", "correction": CorrectionSection("tis")}, "algorithm.correction.kind: loss aipo weighs"),
+        ({"kl": KlSection(0.1, "k1", "reward")}, "algorithm.kl.placement: reward needs an advantage per token"),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_algorithm(replace(AlgorithmSection(), **changes))
+    assert "\n" not in str(caught.value)
