@@ -148,14 +148,9 @@ class Experiment:
             run_directory=str(self.directory.path),
         )
         return [
-            RemoteEngine(
-                cluster.create(
-                    EngineActor, f"engine-{number}", self._layout.world_size + number, config.cluster.engine_python, setup, number
-                ),
-                f"engine-{number}",
-                cluster.logs,
-            )
+            RemoteEngine(cluster.create(EngineActor, name, bundle, config.cluster.engine_python, setup, number), name, cluster.logs)
             for number in range(config.rollout.num_engines)
+            for name, bundle in [(f"engine-{number}", self._layout.world_size + number)]
         ]
 
     def _reshard_plan(self) -> ReshardPlan:

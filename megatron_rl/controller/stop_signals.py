@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Interrupted(Exception):  # noqa: N818 (a request, not an error)
+class Interrupted(Exception):
     """A signal asked the run to stop, and it has stopped."""
 
 

@@ -56,7 +56,8 @@ class WeightSync:
                 commit = {"phase": "commit", "version": version}
                 held = await asyncio.gather(*(engine.load_weights(commit) for engine in self._engines))
         except TimeoutError:
-            raise SyncError(f"weight sync to version {version}: not done within sync.timeout_s={self._section.timeout_s}") from None
+            limit = f"sync.timeout_s={self._section.timeout_s:g}"
+            raise SyncError(f"weight sync to version {version}: not done within {limit}") from None
         except ChannelError as error:
             raise SyncError(f"weight sync to version {version}: {error}") from error
         if set(held) != {version}:

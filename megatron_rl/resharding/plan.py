@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -196,7 +197,7 @@ def check_coverage(plan: ReshardPlan, family: ModelFamily, dims: ModelDims) -> N
     order = np.argsort(keys, kind="stable")
     bounds = np.flatnonzero(np.diff(keys[order], prepend=-1, append=-1))
     seen = 0
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds.tolist()):
         rows = order[start:stop]
         name = plan.target_params[int(columns["target_param"][rows[0]])]
         target_rank = int(columns["target_rank"][rows[0]])

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NewType
 
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of weight syncs since the run began; 0 is the warm-started policy."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a segment ended."""
 
     STOP = "stop"  # an end-of-sequence or stop token was sampled (it is part of the segment)
@@ -25,7 +25,7 @@ class FinishReason(str, Enum):
     SWITCH = "switch"  # the weights changed while it ran; the next segment continues it
 
 
-class TrajectoryState(str, Enum):
+class TrajectoryState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     PAUSED = "paused"

@@ -70,7 +70,7 @@ def test_a_missing_part_is_named_and_nothing_is_left(tmp_path):
         write_export_part(
             tmp_path / "parts", chunks, family, family.debug_dims, layout, rank, spec="local", vocab_multiple=1
         )
-    with pytest.raises(CheckpointError, match="model.norm.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         merge_export(tmp_path / "parts", tmp_path / "out", family, family.debug_dims, torch.float32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "parts"]
 

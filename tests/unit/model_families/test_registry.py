@@ -107,7 +107,8 @@ def check_partition(family, rule, dims, tp, side):
         local = np.zeros(local_shape, dtype=int)
         for component in range(len(rule.hf_names)):
             for box in boxes_of(family, rule, component, dims, tp, rank, vocab_multiple):
-                rows, cols = slice(box.local_row, box.local_row + box.num_rows), slice(box.local_col, box.local_col + box.num_cols)
+                rows = slice(box.local_row, box.local_row + box.num_rows)
+                cols = slice(box.local_col, box.local_col + box.num_cols)
                 assert local[rows, cols].size == box.num_rows * box.num_cols, "inside the local parameter"
                 local[rows, cols] += 1
                 seen[component][
