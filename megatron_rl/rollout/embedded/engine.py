@@ -121,9 +121,7 @@ class EmbeddedEngine:
         """Log-prob (float32) of each token given those before it; 0 for the first. Also while paused."""
         longest = max((len(ids) for ids in token_ids), default=0)
         if longest > self._max_context:
-            raise ValueError(
-                f"score: a sequence has {longest} tokens, max_context is {self._max_context}; raise max_context"
-            )
+            raise ValueError(f"score: a sequence has {longest} tokens, max_context is {self._max_context}; raise max_context")
         return await self._call(lambda: self._score(token_ids, temperature))
 
     def stats(self) -> EngineStats:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-BLOCK = 128
+BLOCK = 64
 """Columns per block of the two-level inverse transform."""
 
 
@@ -44,9 +44,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
-def sample_tokens(
-    logits_NV: torch.Tensor, uniforms_N: np.ndarray, rows: SamplingRows
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(logits_NV: torch.Tensor, uniforms_N: np.ndarray, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [N] and their log-probs [N] under the distribution that was sampled (after temperature, top-k, top-p).
 
     A greedy row reports the log-prob of the unscaled distribution. Overwrites `logits_NV`.
@@ -86,7 +84,8 @@ def _inverse_transform(weights_NV: torch.Tensor, uniforms_N: torch.Tensor) -> tu
     # The clamps matter for NaN weights only: the log-prob then is NaN and the caller raises.
     block = torch.searchsorted(ends, targets).clamp_max_(ends.shape[1] - 1)
     start = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1).double().cumsum(dim=-1)
+    first_rows_N = torch.arange(len(blocks), device=blocks.device) * blocks.shape[1]
+    inside = blocks.flatten(0, 1).index_select(0, first_rows_N + block.squeeze(1)).double().cumsum(dim=-1)
     # The block's fp32 sum may exceed the float64 one by its rounding.
     column = torch.searchsorted(inside, torch.minimum(targets - start, inside[:, -1:])).clamp_max_(BLOCK - 1)
     return (block * BLOCK + column).squeeze(1), totals_N

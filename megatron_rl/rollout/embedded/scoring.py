@@ -34,16 +34,12 @@ def score_sequences(decoder: Decoder, sequences: Sequence[Sequence[int]], temper
         predicted = torch.arange(1, ids.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
         hidden_TH = decoder.prefill(ids)[:, :-1][predicted]
         logprobs = _token_logprobs(decoder, hidden_TH, ids[:, 1:][predicted], temperature).cpu().numpy()
-        for index, part in zip(
-            batch, np.split(logprobs, np.cumsum(np.maximum(np.array(lengths) - 1, 0))[:-1]), strict=True
-        ):
+        for index, part in zip(batch, np.split(logprobs, np.cumsum(np.maximum(np.array(lengths) - 1, 0))[:-1]), strict=True):
             scores[index][1:] = part
     return scores
 
 
-def _token_logprobs(
-    decoder: Decoder, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float
-) -> torch.Tensor:
+def _token_logprobs(decoder: Decoder, hidden_TH: torch.Tensor, targets_T: torch.Tensor, temperature: float) -> torch.Tensor:
     rows = max(LOGIT_ELEMENTS // decoder.dims.vocab_size, 1)
     parts = [hidden_TH.new_zeros(0, dtype=torch.float32)]
     for hidden, targets in zip(hidden_TH.split(rows), targets_T.split(rows), strict=True):

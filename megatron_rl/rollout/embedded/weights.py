@@ -50,9 +50,7 @@ def check_tensor_parallel(dims: ModelDims, tp: int) -> None:
         if tp < 1 or size % tp:
             raise ValueError(f"embedded engine: tp {tp} does not divide {key} {size}; choose a tp that does")
     if dims.num_kv_heads % tp and tp % dims.num_kv_heads:
-        raise ValueError(
-            f"embedded engine: tp {tp} neither divides num_kv_heads {dims.num_kv_heads} nor is a multiple of it"
-        )
+        raise ValueError(f"embedded engine: tp {tp} neither divides num_kv_heads {dims.num_kv_heads} nor is a multiple of it")
 
 
 def local_kv_heads(dims: ModelDims, tp: int) -> int:
