@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import aggregate, token_weights
-from megatron_rl.algorithms.corrections import correction_weights
+from megatron_rl.algorithms.corrections import correction_weights, staleness_mask
 from megatron_rl.algorithms.inputs import LossInputs, LossOutput, prepare
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses.positive_nll import positive_nll
@@ -21,7 +21,7 @@ from megatron_rl.algorithms.ratios import log_ratio
 from megatron_rl.algorithms.registry import ADVANTAGES, LOSSES
 from megatron_rl.algorithms.segments import Segments
 from megatron_rl.config.algorithm_checks import check_algorithm
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.sections import AlgorithmSection, CorrectionSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,7 @@ class Algorithm:
             inputs.policy_logprobs_T.dtype,
         )
         token_loss = LOSSES[section.loss](inputs, segments, section)
-        correction_T = correction_weights(
-            section.correction.kind,
-            policy_logprobs_T=inputs.policy_logprobs_T,
-            old_logprobs_T=inputs.old_logprobs_T,
-            rollout_logprobs_T=inputs.rollout_logprobs_T,
-            advantages_T=inputs.advantages_T,
-            segments=segments,
-            low=section.correction.low,
-            high=section.correction.high,
-        )
+        correction_T = _correction(inputs, segments, section.correction)
         policy_loss = aggregate(token_loss.loss_T * correction_T, weights_T)
         metrics = _token_metrics(inputs, token_loss.ratio_T, token_loss.is_clipped_T, correction_T)
         share = inputs.loss_mask_T.sum(dtype=torch.float64) / max(inputs.denominators.num_tokens, 1)
@@ -129,6 +120,25 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     if section.advantage == "gae":
         needs.add("values")
     return Algorithm(section=section, name=section.name, needs=frozenset(needs))
+
+
+def _correction(inputs: LossInputs, segments: Segments, section: CorrectionSection) -> Tensor:
+    """The detached weight on each token's policy loss; tokens that are too old get 0."""
+    weights_T = correction_weights(
+        section.kind,
+        policy_logprobs_T=inputs.policy_logprobs_T,
+        old_logprobs_T=inputs.old_logprobs_T,
+        rollout_logprobs_T=inputs.rollout_logprobs_T,
+        advantages_T=inputs.advantages_T,
+        segments=segments,
+        low=section.low,
+        high=section.high,
+    )
+    if section.max_version_age is None:
+        return weights_T
+    if inputs.policy_version is None:
+        raise ValueError("algorithm.correction.max_version_age is set, but the loss was not told the version it trains")
+    return weights_T * staleness_mask(inputs.versions_T, inputs.policy_version, section.max_version_age)
 
 
 def _token_metrics(

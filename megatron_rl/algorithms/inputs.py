@@ -79,9 +79,7 @@ def prepare(inputs: LossInputs) -> LossInputs:
         if not isinstance(value, Tensor) or not item.name.endswith("_T"):
             continue
         if value.shape != inputs.segment_ids_T.shape:
-            raise ValueError(
-                f"{item.name} has shape {tuple(value.shape)}, expected {tuple(inputs.segment_ids_T.shape)}"
-            )
+            raise ValueError(f"{item.name} has shape {tuple(value.shape)}, expected {tuple(inputs.segment_ids_T.shape)}")
         if item.name.endswith("logprobs_T"):
             if value.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"{item.name} is {value.dtype}: log-probs must be made in float32 (or float64)")

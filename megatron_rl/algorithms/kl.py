@@ -22,9 +22,7 @@ MAX_K3 = 10.0
 ESTIMATORS = ("k1", "k2", "k3", "unbiased", "abs", "k1+", "k3+")
 
 
-def kl_estimate(
-    estimator: str, policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, log_ratio_T: Tensor | None = None
-) -> Tensor:
+def kl_estimate(estimator: str, policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, log_ratio_T: Tensor | None = None) -> Tensor:
     """The module's table, [T], differentiable in `policy_logprobs_T`. k3 is capped at `MAX_K3`.
 
     `log_ratio_T` = log pi_policy - log pi_old, with its gradient, is needed by `unbiased` alone (which caps nothing but

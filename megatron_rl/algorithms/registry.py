@@ -113,9 +113,7 @@ def _reinforce(inputs: LossInputs, segments: Segments, section: AlgorithmSection
 
 
 def _aipo(inputs: LossInputs, segments: Segments, section: AlgorithmSection) -> TokenLoss:
-    return aipo_loss(
-        inputs.policy_logprobs_T, inputs.rollout_logprobs_T, inputs.advantages_T, clip_high=section.clip_high
-    )
+    return aipo_loss(inputs.policy_logprobs_T, inputs.rollout_logprobs_T, inputs.advantages_T, clip_high=section.clip_high)
 
 
 LOSSES: dict[str, PolicyLoss] = {

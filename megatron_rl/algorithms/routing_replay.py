@@ -61,9 +61,7 @@ def expert_probabilities(
         probabilities_Tk = torch.softmax(logits_TE, dim=-1).gather(-1, experts_Tk)
     elif score_function == "sigmoid":
         scores_Tk = torch.sigmoid(chosen_Tk)
-        probabilities_Tk = (
-            scores_Tk / (scores_Tk.sum(dim=-1, keepdim=True) + 1e-20) if scores_Tk.shape[-1] > 1 else scores_Tk
-        )
+        probabilities_Tk = scores_Tk / (scores_Tk.sum(dim=-1, keepdim=True) + 1e-20) if scores_Tk.shape[-1] > 1 else scores_Tk
     else:
         raise ValueError(f"score function {score_function!r} is not known: softmax_post, softmax_pre or sigmoid")
     return torch.zeros_like(logits_TE).scatter(-1, experts_Tk, probabilities_Tk * scaling)

@@ -59,6 +59,7 @@ RANGES: Mapping[str, Range] = {
     "algorithm.kl.coefficient": NOT_NEGATIVE,
     "algorithm.correction.low": NOT_NEGATIVE,
     "algorithm.correction.high": POSITIVE,
+    "algorithm.correction.max_version_age": COUNT_OR_OFF,
     "algorithm.gamma": SHARE,
     "algorithm.lambda_actor": SHARE,
     "algorithm.lambda_critic": SHARE,

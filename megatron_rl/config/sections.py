@@ -122,6 +122,8 @@ class CorrectionSection:
     kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "opsm"] = "none"
     low: float | None = None
     high: float | None = None
+    max_version_age: int | None = None
+    """Tokens sampled more than this many weight versions before the one being trained get weight 0; None: off."""
 
 
 @dataclass(frozen=True, slots=True)

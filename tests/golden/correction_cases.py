@@ -130,9 +130,7 @@ def _openrlhf(name: str, case: Case, batch: GoldenBatch) -> Result:
             case,
             "token-mean",
             lambda x: (
-                ppo_loss(
-                    log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, clip_low=0.2, clip_high=0.28
-                ).loss_T
+                ppo_loss(log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, clip_low=0.2, clip_high=0.28).loss_T
                 * weights_T
             ),
         )

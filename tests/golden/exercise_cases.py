@@ -152,9 +152,7 @@ def _length_shaped(case: Any) -> Result:
 
 EXERCISES = {
     "ex2": _ex2,
-    "intro": lambda case: {
-        "eta_2000_16000": _efficiency(8, np.array([16000.0] + [0.0] * 7))
-    },  # mean 2000, one slot each
+    "intro": lambda case: {"eta_2000_16000": _efficiency(8, np.array([16000.0] + [0.0] * 7))},  # mean 2000, one slot each
     "ex3": _ex3,
     "ex4": _ex4,
     "ex5": _ex5,

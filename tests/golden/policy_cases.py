@@ -110,14 +110,13 @@ def _cispo(name: str, case: Case, batch: GoldenBatch) -> Result:
 def _dppo(name: str, case: Case, batch: GoldenBatch) -> Result:
     clip = numbers(name)[0]
     loss = "dppo_tv" if "_tv" in name else "dppo_kl"
-    return batch.section_loss(
-        case, AlgorithmSection(loss=loss, clip_low=clip, clip_high=clip, aggregation="token-mean")
-    )
+    return batch.section_loss(case, AlgorithmSection(loss=loss, clip_low=clip, clip_high=clip, aggregation="token-mean"))
 
 
 def _clip_cov(name: str, case: Case, batch: GoldenBatch) -> Result:
     peer = case["peer"]
-    ratio = named_number(peer, "ratio=")
+    match = re.search(r"ratio=([\d.e-]+)", peer)
+    ratio = float(match.group(1)) if match else 0.0
     if ratio != 1.0:
         raise Excepted("the tokens that Clip-Cov takes out are drawn at random")
     return batch.token_loss(
@@ -240,9 +239,7 @@ def _decoupled(name: str, case: Case, batch: GoldenBatch) -> Result:
     return batch.token_loss(
         case,
         "token-mean",
-        lambda x: (
-            ppo_loss(log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, **CLIP_HIGHER).loss_T * weights_T
-        ),
+        lambda x: ppo_loss(log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, **CLIP_HIGHER).loss_T * weights_T,
     )
 
 

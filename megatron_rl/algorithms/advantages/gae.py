@@ -17,9 +17,7 @@ from functools import cache
 
 import numpy as np
 
-Scan = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, float, np.ndarray, float], tuple[np.ndarray, np.ndarray]
-]
+Scan = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float, np.ndarray, float], tuple[np.ndarray, np.ndarray]]
 
 
 def length_adaptive_lambda(num_tokens_S: np.ndarray, alpha: float) -> np.ndarray:

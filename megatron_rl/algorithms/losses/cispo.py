@@ -22,9 +22,7 @@ def cispo_loss(
     return TokenLoss(-weight_T * advantages_T * policy_logprobs_T, ratio_T, weight_T != ratio_T)
 
 
-def aipo_loss(
-    policy_logprobs_T: Tensor, rollout_logprobs_T: Tensor, advantages_T: Tensor, *, clip_high: float
-) -> TokenLoss:
+def aipo_loss(policy_logprobs_T: Tensor, rollout_logprobs_T: Tensor, advantages_T: Tensor, *, clip_high: float) -> TokenLoss:
     """-sg[min(pi_policy / mu, 1 + clip_high)] A log pi (LlamaRL, arXiv 2505.24034): one-sided, on the engine's mu.
 
     Already corrects for the engine, so no further correction may multiply it. The paper's cap is 2 to 10.

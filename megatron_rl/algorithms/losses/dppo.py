@@ -30,9 +30,7 @@ def dppo_loss(
     |pi_policy - pi_old| (tv, usually 0.15) or the two-outcome KL(pi_old, pi_policy) (kl, usually 0.05).
     """
     policy_T, old_T = torch.exp(policy_logprobs_T.detach()), torch.exp(old_logprobs_T)
-    distance_T = (
-        (policy_T - old_T).abs() if divergence == "tv" else binary_kl(old_logprobs_T, policy_logprobs_T.detach())
-    )
+    distance_T = (policy_T - old_T).abs() if divergence == "tv" else binary_kl(old_logprobs_T, policy_logprobs_T.detach())
     rose_too_far_T = (policy_T > old_T) & (distance_T > clip_high)
     fell_too_far_T = (policy_T < old_T) & (distance_T > clip_low)
     is_outside_T = torch.where(advantages_T > 0, rose_too_far_T, fell_too_far_T)

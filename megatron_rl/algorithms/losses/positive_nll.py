@@ -9,9 +9,7 @@ from megatron_rl.algorithms.segments import Segments
 from megatron_rl.types.training import Denominators
 
 
-def positive_nll(
-    policy_logprobs_T: Tensor, is_correct_S: Tensor, segments: Segments, denominators: Denominators
-) -> Tensor:
+def positive_nll(policy_logprobs_T: Tensor, is_correct_S: Tensor, segments: Segments, denominators: Denominators) -> Tensor:
     """-sum over correct rows of sum_t log pi / N_pos, N_pos their trained tokens in the whole minibatch. A scalar.
 
     VAPO (arXiv 2504.05118 eq. 10), weighted there by 0.1. NeMo divides by the microbatch's own count, which depends on

@@ -20,9 +20,7 @@ def clipped_surrogate(
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
     ratio_d = ratio_T.detach()
-    is_clipped_T = ((advantages_T > 0) & (ratio_d > 1.0 + clip_high)) | (
-        (advantages_T < 0) & (ratio_d < 1.0 - clip_low)
-    )
+    is_clipped_T = ((advantages_T > 0) & (ratio_d > 1.0 + clip_high)) | ((advantages_T < 0) & (ratio_d < 1.0 - clip_low))
     if dual_clip is not None:
         loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -dual_clip * advantages_T), loss_T)
         is_clipped_T = is_clipped_T | ((advantages_T < 0) & (ratio_d > dual_clip))

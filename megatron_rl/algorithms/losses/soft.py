@@ -11,9 +11,7 @@ from megatron_rl.algorithms.losses.token_loss import TokenLoss
 from megatron_rl.algorithms.segments import Segments
 
 
-def sapo_loss(
-    log_ratio_T: Tensor, advantages_T: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
-) -> TokenLoss:
+def sapo_loss(log_ratio_T: Tensor, advantages_T: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive for A > 0, else tau_negative (arXiv 2511.20347).
 
     With p the sigmoid, the gradient weight is 4 p (1 - p) r: 1 on policy, fading on both sides. Aggregated as

@@ -209,6 +209,20 @@ def test_needs_follow_from_the_section() -> None:
     assert needs["vapo"] == {"old_logprobs", "values"}
 
 
+def test_old_tokens_are_left_out_and_keep_their_place_in_the_denominator(ragged: Any) -> None:
+    section = replace(SECTIONS["dapo"], correction=CorrectionSection(max_version_age=1))
+    inputs = ragged(5).inputs(list(range(9)), policy_version=5)
+    output = build_algorithm(section).loss(inputs)
+    (grad_T,) = torch.autograd.grad(output.loss, inputs.policy_logprobs_T)
+    everything = ragged(5).inputs(list(range(9)))
+    (all_T,) = torch.autograd.grad(build_algorithm(SECTIONS["dapo"]).loss(everything).loss, everything.policy_logprobs_T)
+    is_old_T = inputs.versions_T == 3
+    assert is_old_T.any() and all_T[is_old_T].any()
+    np.testing.assert_array_equal(grad_T, torch.where(is_old_T, 0.0, all_T))
+    with pytest.raises(ValueError, match="max_version_age is set"):
+        build_algorithm(section).loss(everything)
+
+
 def test_group_advantages_of_a_step() -> None:
     rewards = [[1.0, 0.0, 0.0, 0.0], [0.3, 0.3], [2.0]]
     first, second, third = build_algorithm(SECTIONS["gspo"]).group_advantages(rewards)

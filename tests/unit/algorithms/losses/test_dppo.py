@@ -14,9 +14,7 @@ def test_tokens_that_already_moved_their_way_are_dropped(divergence: str, bound:
     new = [0.6, 0.6, 0.32, 0.05, 0.05, 0.28]
     advantages_T = torch.tensor([1.0, -1, 1, -1, 1, -1], dtype=torch.float64)
     policy_T = torch.tensor(new, dtype=torch.float64).log().requires_grad_()
-    loss = dppo_loss(
-        policy_T - old_T, policy_T, old_T, advantages_T, divergence=divergence, clip_low=bound, clip_high=bound
-    )
+    loss = dppo_loss(policy_T - old_T, policy_T, old_T, advantages_T, divergence=divergence, clip_low=bound, clip_high=bound)
     (grad_T,) = torch.autograd.grad(loss.loss_T.sum(), policy_T)
     assert loss.is_clipped_T.tolist() == [True, False, False, True, False, False]
     ratios = np.array(new) / 0.3

@@ -24,9 +24,7 @@ def test_vespo_phi_is_one_on_policy_and_depends_on_the_sign() -> None:
     log_ratio_T = torch.tensor([0.2, 0.3, 0.5, 0.5], dtype=torch.float64)
     phi_S = vespo_phi(log_ratio_T, torch.tensor([1.0, 1, -1, 0]), segments)
     weight = np.exp(0.5)
-    np.testing.assert_allclose(
-        phi_S, [np.exp(3 + 1 - 3 * weight), np.exp(2 + 1.5 - 2 * weight), np.exp(4 - 3 * weight)]
-    )
+    np.testing.assert_allclose(phi_S, [np.exp(3 + 1 - 3 * weight), np.exp(2 + 1.5 - 2 * weight), np.exp(4 - 3 * weight)])
 
 
 def test_vespo_weighs_log_pi_by_the_rows_phi() -> None:
