@@ -46,7 +46,5 @@ def read_key_file(path: Path) -> EngineKeys:
         entries[name.strip().replace("-", "_")] = value.strip().strip("\"'")
     missing = [name for name in ("api_key", "admin_api_key") if not entries.get(name)]
     if missing:
-        raise ValueError(
-            f"{path}: expected lines 'api_key: ...' and 'admin_api_key: ...', missing {', '.join(missing)}"
-        )
+        raise ValueError(f"{path}: expected lines 'api_key: ...' and 'admin_api_key: ...', missing {', '.join(missing)}")
     return EngineKeys(entries["api_key"], entries["admin_api_key"])

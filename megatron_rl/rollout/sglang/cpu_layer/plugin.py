@@ -50,13 +50,20 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
-def own_experts_only(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, *args: Any) -> Any:
-    """Expert -1 marks a token that another expert-parallel rank computes: give it weight 0 on a valid expert."""
-    is_own = topk_output.topk_ids >= 0
-    topk_output = topk_output._replace(
-        topk_weights=topk_output.topk_weights * is_own, topk_ids=topk_output.topk_ids.clamp(min=0)
+def own_experts_only(original: Callable[..., Any], layer: Any, x: torch.Tensor, topk_output: Any, *args: Any) -> Any:
+    """Run the (token, choice) pairs whose expert is this rank's; expert -1 marks those of other ranks.
+
+    x [T, H] -> [T, H], the rank's part of the sum over experts. Each pair becomes a token with one expert, because the
+    original counts an expert that is chosen twice by a token only once.
+    """
+    token, choice = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
+    out = torch.zeros_like(x)
+    if len(token) == 0:
+        return out
+    pairs = topk_output._replace(
+        topk_weights=topk_output.topk_weights[token, choice, None], topk_ids=topk_output.topk_ids[token, choice, None]
     )
-    return original(layer, x, topk_output, *args)
+    return out.index_add_(0, token, original(layer, x[token], pairs, *args))
 
 
 @dataclass(frozen=True, slots=True)

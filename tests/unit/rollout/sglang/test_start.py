@@ -39,9 +39,7 @@ def test_an_interpreter_without_sglang_is_told_in_one_line(tmp_path, temporary):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(
-        EngineDeadError, match=r"engine broken ended with exit code 1; see .*broken\.log: .*sglang"
-    ) as caught:
+    with pytest.raises(EngineDeadError, match=r"engine broken ended with exit code 1; see .*broken\.log: .*sglang") as caught:
         start(tmp_path, str(python))
     assert "\n" not in str(caught.value)
     assert list(temporary.iterdir()) == []

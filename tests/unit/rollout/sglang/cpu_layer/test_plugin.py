@@ -1,5 +1,4 @@
 import struct
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,13 +45,19 @@ class TopK(NamedTuple):
     router_logits: torch.Tensor | None
 
 
-def test_tokens_of_other_ranks_experts_get_weight_zero():
-    seen = []
-    top_k = TopK(torch.tensor([[0.6, 0.4], [0.7, 0.3]]), torch.tensor([[2, -1], [-1, 0]]), None)
-    own_experts_only(lambda *args: seen.append(args), "layer", "x", top_k, SimpleNamespace())
-    (_, _, given, _) = seen[0]
-    assert torch.equal(given.topk_ids, torch.tensor([[2, 0], [0, 0]]))
-    assert torch.equal(given.topk_weights, torch.tensor([[0.6, 0.0], [0.0, 0.3]]))
+def test_only_the_experts_of_this_rank_are_run():
+    """Three tokens of width 2, two choices each; expert e multiplies by 10 ** (e + 1)."""
+
+    def original(layer, x, top_k, config):
+        assert (layer, config) == ("layer", "config") and top_k.topk_ids.min() >= 0
+        return x * 10.0 ** (top_k.topk_ids + 1) * top_k.topk_weights
+
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    top_k = TopK(torch.tensor([[0.5, 0.25], [0.5, 1.0], [1.0, 1.0]]), torch.tensor([[1, 0], [-1, 0], [-1, -1]]), None)
+    out = own_experts_only(original, "layer", x, top_k, "config")
+    assert torch.equal(out, torch.tensor([[52.5, 105.0], [30.0, 40.0], [0.0, 0.0]]))
+    none = top_k._replace(topk_ids=torch.full((3, 2), -1))
+    assert torch.equal(own_experts_only(original, "layer", x, none, "config"), torch.zeros(3, 2))
 
 
 def test_every_patch_has_a_reason_and_a_distinct_target():

@@ -12,9 +12,7 @@ from megatron_rl.rollout.sglang.launch_args import CPU_LAYER_PATH
 
 def run(code: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(CPU_LAYER_PATH)}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -90,14 +88,10 @@ def test_a_real_package_wins(tmp_path):
 
 @pytest.mark.parametrize("with_layer", [True, False])
 def test_the_plugin_is_declared_to_processes_with_the_layer_only(with_layer):
-    code = (
-        "from importlib.metadata import entry_points; print([e.name for e in entry_points(group='sglang.srt.plugins')])"
-    )
+    code = "from importlib.metadata import entry_points; print([e.name for e in entry_points(group='sglang.srt.plugins')])"
     if with_layer:
         assert "megatron_rl_cpu" in run(code)
     else:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        output = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-        ).stdout
+        output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout
         assert "megatron_rl_cpu" not in output
