@@ -1,0 +1,160 @@
+"""The long campaigns: `python -m tests.acceptance.campaigns NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_rl.controller.run_directory import git_revision
+from tests.e2e.runs import ROOT, Run, running
+
+SEEDS = (1, 2, 3)
+QUICKSTART_LIMIT_S = 480.0
+
+
+@contextmanager
+def peak_memory(run: Run) -> Iterator[list[int]]:
+    """Samples the proportional memory of all processes of a run; the list holds the peak in bytes."""
+    peak, done = [0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(1.0):
+            peak[0] = max(peak[0], sum(_proportional_bytes(pid) for pid in run.processes()))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # it ended meanwhile
+        return 0
+    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str, object]:
+    """One run to its end; its figures."""
+    arguments = (f"run.seed={seed}", "telemetry.progress=plain", *overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run) as peak:
+            status = run.wait(timeout_s)
+            wall_s = time.monotonic() - started
+            if status != 0:
+                sys.exit(f"run failed with status {status}:\n{run.output[-3000:]}")
+            run.check_nothing_left()
+            rows = run.metrics()
+    accuracies = {row["step"]: round(row["eval/accuracy"], 4) for row in rows if "eval/accuracy" in row}
+    steps = [row["time/step_s"] for row in rows[1:]]
+    return {
+        "command": f"megatron-rl train {config} {' '.join(arguments)}",
+        "seed": seed,
+        "revision": git_revision(),
+        "accuracy_before": accuracies[0],
+        "accuracy_after": accuracies[max(accuracies)],
+        "accuracies": accuracies,
+        "wall_s": round(wall_s, 1),
+        "step_s_median": round(sorted(steps)[len(steps) // 2], 2),
+        "step_s_max": round(max(steps), 2),
+        "logprob_gap_max": max(row["rollout/logprob_gap"] for row in rows[1:]),
+        "clip_fraction_mean": round(sum(row["loss/clip_fraction"] for row in rows[1:]) / len(steps), 4),
+        "peak_memory_gib": round(peak[0] / 2**30, 2),
+    }
+
+
+def report(name: str, figures: dict[str, object], **bounds: bool) -> bool:
+    """Print one JSON line; false when a bound is missed."""
+    missed = [bound for bound, holds in bounds.items() if not holds]
+    print(json.dumps({"campaign": name, **figures, "missed": missed}), flush=True)
+    return not missed
+
+
+def quickstart() -> bool:
+    """From below 0.40 to above 0.80 within 8 minutes, on three seeds, in less than 6 GiB."""
+    results = []
+    for seed in SEEDS:
+        figures = train("configs/quickstart.yaml", seed, timeout_s=900)
+        results.append(report(
+            "quickstart", figures,
+            starts_below_040=figures["accuracy_before"] < 0.40, ends_above_080=figures["accuracy_after"] > 0.80,
+            within_8_minutes=figures["wall_s"] < QUICKSTART_LIMIT_S, below_6_gib=figures["peak_memory_gib"] < 6.0,
+        ))  # fmt: skip
+    return all(results)
+
+
+def quickstart_no_learning() -> bool:
+    """With the RL learning rate at 0 the accuracy does not move."""
+    figures = train("configs/quickstart.yaml", 1, "trainer.optimizer.learning_rate=0", "run.num_steps=20", timeout_s=900)
+    return report("quickstart_no_learning", figures, does_not_move=figures["accuracy_after"] == figures["accuracy_before"])
+
+
+def quickstart_sglang() -> bool:
+    """The same experiment on a real SGLang TP 2 server learns the same: mean of three seeds within 0.05."""
+    engines = ("rollout.engine=sglang", "rollout.num_engines=1", "rollout.sglang.tp_size=2")
+    results = {"embedded": [], "sglang": []}
+    for seed in SEEDS:
+        for kind, overrides in (("embedded", ()), ("sglang", engines)):
+            figures = train("configs/quickstart.yaml", seed, *overrides, timeout_s=3600)
+            report(f"quickstart_sglang/{kind}", figures)
+            results[kind].append(figures["accuracy_after"])
+    means = {kind: sum(values) / len(values) for kind, values in results.items()}
+    return report("quickstart_sglang", {"means": means}, within_005=abs(means["sglang"] - means["embedded"]) <= 0.05)
+
+
+def smollm2() -> bool:
+    """SmolLM2-135M learns one-digit arithmetic zero-shot and two-digit one-shot, with both engines."""
+    if not (ROOT / "models/smollm2_135m/config.json").exists():
+        sys.exit("prepare the model first: .venv/bin/python checkpoints_tools/dequantize.py --help")
+    results = []
+    tasks = (("smollm2_135m_cpu", 0.10, 0.60), ("smollm2_135m_cpu_two_digits", 0.20, 0.35))
+    engines = {"embedded": (), "sglang": ("rollout.engine=sglang", "rollout.num_engines=1", "rollout.sglang.tp_size=1")}
+    for config, below, above in tasks:
+        for kind, overrides in engines.items():
+            figures = train(f"configs/experiments/{config}.yaml", 1, *overrides, timeout_s=7200)
+            results.append(report(
+                f"smollm2/{config}/{kind}", figures,
+                starts_below=figures["accuracy_before"] < below, ends_above=figures["accuracy_after"] > above,
+                step_below_20_s=figures["step_s_median"] <= 20, below_8_gib=figures["peak_memory_gib"] <= 8,
+            ))  # fmt: skip
+    return all(results)
+
+
+CAMPAIGNS: dict[str, Callable[[], bool]] = {
+    "quickstart": quickstart,
+    "quickstart_no_learning": quickstart_no_learning,
+    "quickstart_sglang": quickstart_sglang,
+    "smollm2": smollm2,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="launch/acceptance.sh",
+        description="Long campaigns. " + " ".join(f"{name}: {run.__doc__}" for name, run in CAMPAIGNS.items()),
+        epilog="example: bash launch/acceptance.sh quickstart",
+    )
+    parser.add_argument("name", nargs="?", choices=CAMPAIGNS)
+    name = parser.parse_args().name
+    if name is None:
+        parser.print_help()
+        return 0
+    return 0 if CAMPAIGNS[name]() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
