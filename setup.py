@@ -4,7 +4,15 @@ from setuptools import find_packages, setup
 
 TORCH = ["torch>=2.11"]
 EXTRAS = {
-    "train": [*TORCH, "megatron-core>=0.16.1,<0.20", "safetensors>=0.5", "transformers>=5.17", "psutil", "xxhash>=3.4"],
+    "train": [
+        *TORCH,
+        "megatron-core>=0.16.1,<0.20",
+        "safetensors>=0.5",
+        "transformers>=5.17",
+        "psutil",
+        "xxhash>=3.4",
+        "numba>=0.60",
+    ],
     "rollout": [*TORCH, "xxhash>=3.4", "aiohttp>=3.9"],
     "control": ["ray[default]>=2.50", "psutil"],
     "data": ["reasoning-gym>=0.1.24", "math-verify>=0.9", "pyarrow>=15", "tokenizers"],

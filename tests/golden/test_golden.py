@@ -43,3 +43,15 @@ def test_a_wrong_value_an_unknown_case_and_a_forgotten_field_are_failures(tmp_pa
     assert "ppo_clip_0.2_token-mean: grad is" in result.stdout
     assert "an_objective_nobody_knows: not mapped" in result.stdout
     assert "sapo_1.0_1.05: not computed: weights" in result.stdout
+
+
+def test_where_peers_disagree_a_difference_is_named_and_not_counted(tmp_path: Path) -> None:
+    shutil.copy(HERE / "data" / "batch.json", tmp_path)
+    contents = json.loads((HERE / "data" / "policy_losses.json").read_text())
+    gspo = contents["cases"]["gspo_3e-4_4e-4_seqmean"]
+    sapo = contents["cases"]["sapo_1.0_1.05"]
+    cases = {"gspo_3e-4_4e-4_seqmean": {**gspo, "loss": gspo["loss"] + 1e-3}, "sapo_1.0_1.05": sapo}
+    (tmp_path / "policy_losses.json").write_text(json.dumps({"cases": cases}))
+    result = run_check(tmp_path)
+    assert result.returncode == 0 and result.stdout.splitlines()[0] == "1 of 1 cases match", result.stdout
+    assert "excepted  policy_losses.json: gspo_3e-4_4e-4_seqmean: loss is" in result.stdout
