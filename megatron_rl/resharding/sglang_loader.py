@@ -1,9 +1,10 @@
 """What SGLang calls inside each tensor-parallel rank (`--custom-weight-loader`): opens the rank's weight receiver.
 
-The first call starts one `Receiver` thread over the rank's own parameters and publishes its address as
+The first call starts one `Receiver` thread over the rank's own parameters; every call publishes its address as
 `receiver-{tp_rank}.json` in the directory that MEGATRON_RL_RECEIVER_DIR names (mode 700, holding `key` of mode 600).
-Weights then arrive through the receiver, between SGLang's begin and end of a weight update; the later calls are the
-commits, which let the model refresh what it derives from its weights. No call carries a tensor.
+Weights then arrive through the receiver. Each update makes two more calls, one before the first slice and one after the
+last: they wait for the device, so that no step reads weights that are being written, and let the model refresh what it
+derives from them. No call carries a tensor.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from megatron_rl.resharding.receiver import Receiver
-
-if TYPE_CHECKING:
-    import torch
 
 DIR_ENV = "MEGATRON_RL_RECEIVER_DIR"
 HOST_ENV = "MEGATRON_RL_RECEIVER_HOST"
@@ -38,31 +38,33 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
         if named_tensors:
             raise ValueError(f"the control call carries {len(named_tensors)} tensors, expected none")
         if _receivers:
-            refresh_derived(model)
+            settle(model)
         else:
-            _receivers.append(open_receiver(model, directory, os.environ.get(HOST_ENV, "127.0.0.1"), tp_rank))
+            _receivers.append(open_receiver(model, directory, os.environ.get(HOST_ENV, "127.0.0.1")))
+        host, port = _receivers[0].address
+        publish(directory / f"receiver-{tp_rank}.json", json.dumps({"host": host, "port": port, "pid": os.getpid()}))
     except Exception as error:  # noqa: BLE001 - the boundary to SGLang's scheduler, which ends with any exception
         publish(error_file, f"TP rank {tp_rank}: {type(error).__name__}: {error}")
 
 
-def open_receiver(model: torch.nn.Module, directory: Path, host: str, tp_rank: int) -> Receiver:
-    """Start the receiver of this rank and publish where it listens."""
+def open_receiver(model: torch.nn.Module, directory: Path, host: str) -> Receiver:
+    """Start the receiver of this rank over its parameters, as they lie in memory."""
     key = read_key(directory)
     packed = [name for name, module in model.named_modules() if getattr(module, "use_intel_amx_backend", False)]
     if packed:
         raise RuntimeError(f"{packed[0]} keeps its weight packed for AMX, not in the engine layout; remove sgl_kernel")
     receiver = Receiver(dict(model.named_parameters()), key, host)
     receiver.start()
-    address = {"host": receiver.address[0], "port": receiver.address[1], "pid": os.getpid()}
-    publish(directory / f"receiver-{tp_rank}.json", json.dumps(address))
     return receiver
 
 
-def refresh_derived(model: Any) -> None:
-    """Do what the model's own `load_weights` would do last (weights absorbed into others, as in MLA).
+def settle(model: Any) -> None:
+    """Wait for launched steps and copies, then do what the model's own `load_weights` would do last.
 
-    SGLang leaves this to the loader: its `end_weight_update` skips it after a custom load.
+    A step may still run on the device when SGLang says that it is paused (its scheduler runs ahead). Weights that are
+    absorbed into others, as in MLA, are the loader's to refresh: SGLang skips it after a custom load.
     """
+    torch.get_device_module(next(model.parameters()).device).synchronize()
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()
 

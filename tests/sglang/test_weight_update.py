@@ -54,9 +54,10 @@ def receivers(running, loop):
     return loop(running.engine.open_receivers())
 
 
-def test_each_rank_opens_one_receiver_over_its_own_shard(running, receivers):
+def test_each_rank_opens_one_receiver_over_its_own_shard(running, receivers, loop):
     pids = {json.loads((running.receiver_dir / f"receiver-{rank}.json").read_text())["pid"] for rank in (0, 1)}
     assert len(receivers) == 2 and len(set(receivers)) == 2 and len(pids) == 2
+    assert loop(running.engine.open_receivers()) == receivers, "asking again opens no others"
     assert stat.S_IMODE(running.receiver_dir.stat().st_mode) == 0o700
     for host, port in receivers:
         channel = connect(host, port, running.receiver_key, timeout_s=10.0)

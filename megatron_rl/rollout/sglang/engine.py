@@ -109,7 +109,7 @@ class SglangEngine:
         return replies.to_version(self.name, info.get("weight_version"))
 
     async def open_receivers(self) -> tuple[tuple[str, int], ...]:
-        """Start one receiver in each tensor-parallel rank; (host, port) in rank order. Once per server.
+        """Start one receiver in each tensor-parallel rank, if there is none; (host, port) in rank order.
 
         Raises EngineReplyError with the line of a rank that failed.
         """
@@ -131,6 +131,8 @@ class SglangEngine:
             await self.pause(pause_mode)
         self._is_dirty = True
         await self._begin_session()
+        await self._call_loader(flush_cache=False)  # no step of the device reads weights any more
+        raise_reported_error(self.name, self._receivers())
 
     async def _commit(self, version: PolicyVersion) -> None:
         if not self._is_session_open:

@@ -118,6 +118,7 @@ def test_a_weight_update(tmp_path, mode):
             "/pause_generation",
             "/begin_weight_update",
             "/update_weights_from_tensor",
+            "/update_weights_from_tensor",
             "/end_weight_update",
             "/continue_generation",
         ]
@@ -161,8 +162,8 @@ def test_a_commit_that_fails_leaves_it_dirty_until_one_succeeds(tmp_path, failin
 
 def test_a_rank_that_reports_an_error_fails_the_commit(tmp_path):
     async def scenario(engine, fake, runner):
-        fake.rank_error = "TP rank 1: RuntimeError: shapes"
         await engine.load_weights({"phase": "begin", "pause_mode": "retract"})
+        fake.rank_error = "TP rank 1: RuntimeError: shapes"
         with pytest.raises(EngineReplyError, match="engine e: TP rank 1: RuntimeError: shapes"):
             await engine.load_weights({"phase": "commit", "version": 3})
         with pytest.raises(EngineDirtyError):
