@@ -50,6 +50,10 @@ class Channel:
     def ask(self, header: dict[str, Any]) -> dict[str, Any]:
         """Send and wait for the answer. Raises ChannelError with the peer's own line when it reports an error."""
         self.send(header)
+        return self.expect()
+
+    def expect(self) -> dict[str, Any]:
+        """The next answer. Raises ChannelError with the peer's own line when it reports an error."""
         answer, _ = self.receive()
         if "error" in answer:
             raise ChannelError(f"{self.peer}: {answer['error']}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
-import xxhash
 
 from megatron_rl.resharding.channel import Channel, ChannelError, connect
+from megatron_rl.resharding.cuda_ipc import NUM_BUFFERS, StagingBuffers
+from megatron_rl.resharding.digest import DIGEST_NAMES, Digest, new_digest
 from megatron_rl.resharding.plan import ReshardPlan
 from megatron_rl.resharding.receiver import box_bytes, box_view
 from megatron_rl.types.resharding import ShardDigest, TransferOp
@@ -27,25 +29,29 @@ def execute_send(
     dtype: torch.dtype,
     bucket_bytes: int,
     timeout_s: float,
+    transport: Literal["tcp", "cuda_ipc"] = "tcp",
 ) -> list[ShardDigest]:
     """Send everything that `rank` owes, to all engine ranks at once; `addresses[r]` is the receiver of engine rank r.
 
-    `chunks` are the rank's parameters per virtual chunk; they are cast to the engine's `dtype`. Returns what was sent, as
-    hashed here. Raises ChannelError naming the receiver that failed; the others are still told the end or closed.
+    `chunks` are the rank's parameters per virtual chunk; they are cast to the engine's `dtype`. `cuda_ipc` needs each
+    receiver's engine rank on the GPU of this rank's weights. Returns what was sent, as hashed here. Raises ChannelError
+    naming the receiver that failed; the others are still told the end or closed.
     """
     targets = [target for target in range(len(addresses)) if any(True for _ in plan.ops_between(rank, target))]
     if not targets:
         return []
     with ThreadPoolExecutor(max_workers=len(targets), thread_name_prefix="weight-send") as pool:
         futures = [
-            pool.submit(_send_to, plan, rank, t, chunks, addresses[t], key, version, dtype, bucket_bytes, timeout_s)
+            pool.submit(
+                _send_to, plan, rank, t, chunks, addresses[t], key, version, dtype, bucket_bytes, timeout_s, transport
+            )
             for t in targets
         ]
         return [future.result(timeout=timeout_s) for future in futures]
 
 
 def bucketed(ops: Iterator[TransferOp], max_elements: int) -> Iterator[list[TransferOp]]:
-    """Group boxes into buckets of at most `max_elements`; a larger box is split by rows (a single row is never split)."""
+    """Group boxes into buckets of at most `max_elements`; a larger box is split by rows, a single row never."""
     bucket: list[TransferOp] = []
     filled = 0
     for op in ops:
@@ -117,37 +123,88 @@ def _send_to(
     dtype: torch.dtype,
     bucket_bytes: int,
     timeout_s: float,
+    transport: str,
 ) -> ShardDigest:
+    buckets = list(bucketed(plan.ops_between(rank, target), max(bucket_bytes // dtype.itemsize, 1)))
     channel = connect(*address, key, timeout_s)
     try:
-        return _send_buckets(channel, plan, rank, target, chunks, version, dtype, bucket_bytes)
+        send = _send_staged if transport == "cuda_ipc" else _send_bytes
+        return send(channel, buckets, chunks, dtype, version=version, rank=rank, target=target)
     finally:
         channel.close()
 
 
-def _send_buckets(
+def _send_bytes(
     channel: Channel,
-    plan: ReshardPlan,
+    buckets: Sequence[list[TransferOp]],
+    chunks: Sequence[Mapping[str, torch.Tensor]],
+    dtype: torch.dtype,
+    *,
+    version: int,
     rank: int,
     target: int,
-    chunks: Sequence[Mapping[str, torch.Tensor]],
-    version: int,
-    dtype: torch.dtype,
-    bucket_bytes: int,
 ) -> ShardDigest:
-    digest = xxhash.xxh3_128()
-    num_elements = 0
-    for bucket in bucketed(plan.ops_between(rank, target), max(bucket_bytes // dtype.itemsize, 1)):
-        values = torch.cat([_source_box(chunks, op).to(dtype).reshape(-1) for op in bucket])
-        payload = box_bytes(values)
+    """Every bucket as the payload of its message."""
+    message = {"version": version, "source": rank}
+    digest = new_digest(channel.ask({"kind": "open", "digests": DIGEST_NAMES, **message})["digest"])
+    for bucket in buckets:
+        payload = box_bytes(torch.cat(_parts(chunks, bucket, dtype)))
         digest.update(payload)
-        boxes = [[op.target, op.target_row, op.target_col, op.num_rows, op.num_cols] for op in bucket]
-        channel.send({"kind": "bucket", "version": version, "source": rank, "boxes": boxes}, payload)
-        num_elements += values.numel()
-    answer = channel.ask({"kind": "end", "version": version, "source": rank})
-    if answer["digest"] != digest.hexdigest():
-        raise ChannelError(f"{channel.peer}: digest of the part from trainer rank {rank} differs; the weights arrived wrong")
-    return ShardDigest(target_rank=target, num_elements=num_elements, digests={rank: digest.hexdigest()})
+        channel.send({"kind": "bucket", "boxes": _boxes(bucket), **message}, payload)
+    return _end(channel, message, digest, buckets, target)
+
+
+def _send_staged(
+    channel: Channel,
+    buckets: Sequence[list[TransferOp]],
+    chunks: Sequence[Mapping[str, torch.Tensor]],
+    dtype: torch.dtype,
+    *,
+    version: int,
+    rank: int,
+    target: int,
+) -> ShardDigest:
+    """Every bucket in one of two staging buffers; a buffer is filled anew when the receiver has read it."""
+    message = {"version": version, "source": rank}
+    source = buckets[0][0].source
+    staging = StagingBuffers(
+        chunks[source.chunk][source.name].device, max(map(_num_elements, buckets)) * dtype.itemsize
+    )
+    opened = channel.ask({"kind": "open", "digests": DIGEST_NAMES, "staging": staging.describe(), **message})
+    digest = new_digest(opened["digest"])
+    for number, bucket in enumerate(buckets):
+        if number >= NUM_BUFFERS:
+            channel.expect()
+        values = staging.fill(number % NUM_BUFFERS, _parts(chunks, bucket, dtype))
+        place = {"buffer": number % NUM_BUFFERS, "num_bytes": values.numel() * dtype.itemsize}
+        channel.send({"kind": "bucket", "boxes": _boxes(bucket), **place, **message})
+        digest.update(box_bytes(values))
+    for _ in buckets[-NUM_BUFFERS:]:
+        channel.expect()
+    return _end(channel, message, digest, buckets, target)
+
+
+def _end(
+    channel: Channel, message: dict[str, int], digest: Digest, buckets: Sequence[list[TransferOp]], target: int
+) -> ShardDigest:
+    rank, own = message["source"], digest.hexdigest()
+    if channel.ask({"kind": "end", **message})["digest"] != own:
+        raise ChannelError(f"{channel.peer}: the digest of what trainer rank {rank} sent differs; it arrived wrong")
+    return ShardDigest(target_rank=target, num_elements=sum(map(_num_elements, buckets)), digests={rank: own})
+
+
+def _parts(
+    chunks: Sequence[Mapping[str, torch.Tensor]], bucket: list[TransferOp], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    return [_source_box(chunks, op).to(dtype).reshape(-1) for op in bucket]
+
+
+def _boxes(bucket: list[TransferOp]) -> list[list[str | int]]:
+    return [[op.target, op.target_row, op.target_col, op.num_rows, op.num_cols] for op in bucket]
+
+
+def _num_elements(bucket: list[TransferOp]) -> int:
+    return sum(op.num_rows * op.num_cols for op in bucket)
 
 
 def _source_box(chunks: Sequence[Mapping[str, torch.Tensor]], op: TransferOp) -> torch.Tensor:

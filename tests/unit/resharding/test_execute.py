@@ -67,7 +67,9 @@ def run_sync(plan, family, dims, layout, engine, source, dtype, *, version=1, bu
             begin_receive(address, KEY, TIMEOUT_S, version=version, sources=sources_of(plan, rank))
         sent = []
         for rank in range(layout.world_size):
-            chunks = import_params(source, family, dims, layout, rank, spec="local", vocab_multiple=1, dtype=torch.float32)
+            chunks = import_params(
+                source, family, dims, layout, rank, spec="local", vocab_multiple=1, dtype=torch.float32
+            )
             sent += execute_send(
                 plan, rank, chunks, addresses, key=KEY, version=version, dtype=dtype,
                 bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S,
@@ -171,6 +173,8 @@ def test_absent_receiver_is_one_clear_line():
         ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["b.weight", 0, 0, 1, 3]]}, 12, "b.weight"),
         ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["a.weight", 4, 0, 2, 3]]}, 24, "outside"),
         ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["a.weight", 0, 0, 1, 3]]}, 24, "24 bytes"),
+        ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["a.weight", 0, 0, 2, 3]]}, 8, "8 bytes"),
+        ({"kind": "open", "version": 3, "source": 0, "digests": ["blake2b"]}, 0, "once each"),
         ({"kind": "bucket", "version": 2, "source": 0, "boxes": []}, 0, "version 2"),
         ({"kind": "bucket", "version": 3, "source": 5, "boxes": []}, 0, "5"),
         ({"kind": "dance", "version": 3}, 0, "dance"),
@@ -181,6 +185,7 @@ def test_a_message_that_does_not_fit_fails_the_update(header, payload, message):
     try:
         begin_receive(receiver.address, KEY, TIMEOUT_S, version=3, sources=[0])
         channel = connect(*receiver.address, KEY, TIMEOUT_S)
+        channel.ask({"kind": "open", "version": 3, "source": 0, "digests": ["blake2b"]})
         channel.send(header, bytes(payload))
         answer, _ = channel.receive()
         assert message in answer["error"]
@@ -196,6 +201,7 @@ def test_a_sender_that_goes_away_leaves_the_update_incomplete():
     try:
         begin_receive(receiver.address, KEY, TIMEOUT_S, version=1, sources=[0, 1])
         channel = connect(*receiver.address, KEY, TIMEOUT_S)
+        channel.ask({"kind": "open", "version": 1, "source": 0, "digests": ["blake2b"]})
         channel.send({"kind": "bucket", "version": 1, "source": 0, "boxes": [["a.weight", 0, 0, 1, 3]]}, bytes(12))
         channel.ask({"kind": "end", "version": 1, "source": 0})
         channel.close()

@@ -1,0 +1,60 @@
+"""Both ends of a sync hash with what both have; without xxhash the standard library serves."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from importlib.machinery import PathFinder
+
+import pytest
+
+from megatron_rl.resharding import digest
+from megatron_rl.resharding.channel import ChannelError, connect
+from megatron_rl.resharding.execute import begin_receive
+from tests.unit.resharding.test_execute import KEY, TIMEOUT_S, make_receiver
+
+
+@pytest.fixture
+def without_xxhash(monkeypatch):
+    """The module as it is where xxhash is not installed."""
+
+    class Blocker:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return None if name == "xxhash" else PathFinder.find_spec(name, path, target)
+
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not PathFinder] + [Blocker])
+    monkeypatch.delitem(sys.modules, "xxhash", raising=False)
+    yield importlib.reload(digest)
+    monkeypatch.undo()
+    importlib.reload(digest)
+
+
+def test_the_standard_library_serves_where_xxhash_is_absent(without_xxhash):
+    assert without_xxhash.DIGEST_NAMES == ("blake2b",)
+    assert without_xxhash.choose_digest(["xxh3_128", "blake2b"]) == "blake2b"
+    hashed = without_xxhash.new_digest("blake2b")
+    hashed.update(b"ab")
+    hashed.update(memoryview(b"c"))
+    assert hashed.hexdigest() == hashlib.blake2b(b"abc", digest_size=16).hexdigest()
+
+
+def test_the_senders_fastest_digest_is_taken():
+    assert digest.DIGEST_NAMES[0] == "xxh3_128"
+    assert digest.choose_digest(digest.DIGEST_NAMES) == "xxh3_128"
+    assert digest.choose_digest(["blake2b", "xxh3_128"]) == "blake2b"
+
+
+def test_the_receiver_says_which_digest_it_took_and_refuses_unknown_ones():
+    receiver = make_receiver()
+    try:
+        begin_receive(receiver.address, KEY, TIMEOUT_S, version=1, sources=[0, 1])
+        channel = connect(*receiver.address, KEY, TIMEOUT_S)
+        opening = {"kind": "open", "version": 1}
+        assert channel.ask({**opening, "source": 0, "digests": ["sum", "blake2b"]}) == {"digest": "blake2b"}
+        with pytest.raises(ChannelError, match="the sender offers sum"):
+            channel.ask({**opening, "source": 1, "digests": ["sum"]})
+        channel.close()
+    finally:
+        receiver.close()
