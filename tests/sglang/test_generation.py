@@ -13,12 +13,13 @@ from megatron_rl.types.rollout import FinishReason, GenerationRequest, SamplingP
 
 pytestmark = pytest.mark.sglang
 
+NUM_TOKENS = 13
 PROMPT = (7, 190, 33, 2, 118)
 _counter = iter(range(10**6))
 
 
 def make_request(prompt=PROMPT, *, seed=11, **sampling) -> GenerationRequest:
-    params = SamplingParams(**{"max_new_tokens": 24, **sampling})
+    params = SamplingParams(**{"max_new_tokens": NUM_TOKENS, **sampling})
     return GenerationRequest(f"request-{next(_counter)}", tuple(prompt), params, seed)
 
 
@@ -34,7 +35,7 @@ def reference_logprobs(model, token_ids, temperature=1.0) -> torch.Tensor:
 def test_logprobs_are_those_of_the_sampled_distribution(engine, tiny_model, loop, temperature):
     (segment,) = loop(engine.generate(make_request(temperature=temperature)))
     expected = reference_logprobs(tiny_model.reference, (*PROMPT, *segment.token_ids), temperature)[len(PROMPT) - 1 :]
-    assert segment.finish_reason is FinishReason.LENGTH and len(segment.token_ids) == 24
+    assert segment.finish_reason is FinishReason.LENGTH and len(segment.token_ids) == NUM_TOKENS
     torch.testing.assert_close(torch.tensor(segment.logprobs).double(), expected, atol=1e-3, rtol=0)
     # The test can tell temperatures apart.
     other = reference_logprobs(tiny_model.reference, (*PROMPT, *segment.token_ids), temperature * 1.2)
@@ -61,13 +62,13 @@ def test_scores_equal_a_forward(engine, tiny_model, loop):
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine, loop):
-    request = make_request(seed=2**63 + 12345, max_new_tokens=40)
+    request = make_request(seed=2**63 + 12345, max_new_tokens=29)
 
     def again():
         return dataclasses.replace(request, request_id=f"again-{next(_counter)}")
 
     async def in_a_batch():
-        others = [make_request((*PROMPT, i), seed=i, max_new_tokens=30 + i) for i in range(20)]
+        others = [make_request((*PROMPT, i), seed=i, max_new_tokens=20 + i) for i in range(20)]
         answers = await asyncio.gather(*(engine.generate(r) for r in (*others[:9], again(), *others[9:])))
         return answers[9], {answer[0].token_ids[:8] for answer in answers}
 

@@ -20,7 +20,8 @@ from megatron_rl.types.rollout import FinishReason, GenerationRequest, SamplingP
 
 pytestmark = pytest.mark.sglang
 
-NUM_TOKENS = 150  # a second or two of decoding: long enough to be caught in the middle
+NUM_TOKENS = 72  # a second or more of decoding: long enough to be caught in the middle
+SHORT = SamplingParams(max_new_tokens=3)
 LONG = SamplingParams(max_new_tokens=NUM_TOKENS)
 DEADLINE_S = 60.0
 
@@ -120,7 +121,7 @@ def test_an_abandoned_update_leaves_the_engine_paused_until_the_next_commit(engi
         assert await engine.load_weights({"phase": "abandon"}) == version
         with pytest.raises(EngineDirtyError, match="engine shared"):
             await engine.resume()
-        waiting = asyncio.ensure_future(engine.generate(long_requests("dirty", 1)[0]))
+        waiting = asyncio.ensure_future(engine.generate(GenerationRequest("dirty", (9, 3), SHORT, 0)))
         with pytest.raises(EngineDirtyError, match="without a begin"):
             await engine.load_weights({"phase": "commit", "version": 98})
         assert not waiting.done()
@@ -144,6 +145,6 @@ def test_a_failing_rank_is_told_and_the_server_lives(engine, receivers, loop, mo
         with pytest.raises(EngineDirtyError):
             await engine.resume()
         await switch_version(engine, 104, "retract")
-        return await engine.generate(long_requests("after", 1)[0])
+        return await engine.generate(GenerationRequest("after", (9, 3), SHORT, 0))
 
     assert loop(scenario())[0].policy_version == 104
