@@ -24,8 +24,9 @@ CHECKED_VERSIONS = ("0.16.1", "0.19.2")
 
 _IMPORTED_FIRST = (
     "megatron.core.dist_checkpointing.serialization",
-    # Loaded inside `save` otherwise, where it would see the real torch.cuda (0.19.2).
+    # Loaded inside `save` otherwise, where they would see the real torch.cuda.
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
@@ -267,16 +268,21 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
+def _original(value: Any) -> Any:
+    """The function that `torch.compile` wrapped, or None. (Stand-in mocks for absent packages answer to every name.)"""
+    return value.__dict__.get("_torchdynamo_orig_callable") if isinstance(value, types.FunctionType) else None
+
+
 def _uncompile(module: types.ModuleType) -> None:
     """Undo `jit_fuser` (torch.compile) on what the module defined when it was imported: it would call a C++ compiler."""
     for name, value in list(vars(module).items()):
-        original = getattr(value, "_torchdynamo_orig_callable", None)
-        if original is not None:
+        if (original := _original(value)) is not None:
             setattr(module, name, original)
         elif isinstance(value, type) and value.__module__ == module.__name__:
             for key, member in list(vars(value).items()):
-                original = getattr(member, "_torchdynamo_orig_callable", None)
-                if original is not None:
+                if isinstance(member, staticmethod) and (original := _original(member.__func__)) is not None:
+                    setattr(value, key, staticmethod(original))
+                elif (original := _original(member)) is not None:
                     setattr(value, key, original)
 
 
