@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.config.load import LoadedExperiment, load_experiment
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
-from megatron_rl.controller.experiment import Experiment, engine_layout, trainer_layout
+from megatron_rl.controller.experiment import Experiment, UnservedError, engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
 from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
 from megatron_rl.controller.placement import PlacementError
@@ -27,7 +27,7 @@ from megatron_rl.model_families.hf_config import UnsupportedModelError
 from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
 
-PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError)
+PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError, UnservedError)
 """What a person can mend: one line, exit code 2."""
 RUN_FAILURES = (ActorDiedError, SyncError, PhaseTimeoutError, PlacementError, FloatingPointError)
 """What stopped a run: one line, exit code 1."""

@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
@@ -38,11 +38,17 @@ STOP_TIMEOUT_S = 30.0
 
 
 
+class UnservedError(ValueError):
+    """A setting that is valid but that this version cannot run; the message is one line."""
+
+
 class Experiment:
     """One run. `execute` builds, trains and cleans up; it raises what stopped it, after everything is down."""
 
     def __init__(self, config: ExperimentConfig, model: ModelSetup, tokenizer: Tokenizer) -> None:
         self._config, self._model, self._tokenizer = config, model, tokenizer
+        self._algorithm = build_algorithm(config.algorithm)
+        check_algorithm_is_served(self._algorithm)
         self._layout = trainer_layout(config)
         self._engine_layout = engine_layout(config.rollout)
         self._key = secrets.token_bytes(32)
@@ -97,7 +103,6 @@ class Experiment:
     ) -> TrainingLoop:
         config = self._config
         collector = Collector(engines, self._capacities(), self._scorer(data), config.run.seed)
-        algorithm = build_algorithm(config.algorithm)
         assert config.rollout.eval_sampling is not None
         return TrainingLoop(
             config.run,
@@ -108,7 +113,7 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             collector=collector,
-            batcher=Batcher(algorithm, config.trainer, self._layout, config.run),
+            batcher=Batcher(self._algorithm, config.trainer, self._layout, config.run),
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,
@@ -147,8 +152,9 @@ class Experiment:
             key=self._key,
             run_directory=str(self.directory.path),
         )
+        python = config.cluster.engine_python
         return [
-            RemoteEngine(cluster.create(EngineActor, name, bundle, config.cluster.engine_python, setup, number), name, cluster.logs)
+            RemoteEngine(cluster.create(EngineActor, name, bundle, python, setup, number), name, cluster.logs)
             for number in range(config.rollout.num_engines)
             for name, bundle in [(f"engine-{number}", self._layout.world_size + number)]
         ]
@@ -203,6 +209,15 @@ async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
     except asyncio.CancelledError:
         (await opening).close()
         raise
+
+
+def check_algorithm_is_served(algorithm: Algorithm) -> None:
+    """Raises UnservedError for advantages that are made per token on the trainer ranks, which nothing annotates yet."""
+    if algorithm.has_token_advantages:
+        raise UnservedError(
+            f"algorithm.name={algorithm.name}: advantages per token (advantage gae, gamma below 1, kl.placement reward) need "
+            "a value model or token rewards, which this version does not train with; use grpo, gspo, dapo, dr_grpo or rloo"
+        )
 
 
 def trainer_layout(config: ExperimentConfig) -> ParallelLayout:

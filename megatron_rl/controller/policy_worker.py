@@ -6,7 +6,8 @@ Every method is collective over the ranks of a layout: the group calls it on all
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.types.resharding import ShardDigest
-from megatron_rl.types.training import TrainBatch
+from megatron_rl.types.training import Microbatch, TrainBatch
 
 
 class PolicyWorker:
@@ -76,8 +77,13 @@ class PolicyWorker:
         self._trainer.load_parameters(chunks)
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
-        """Start the warm start or RL: a schedule of its own and fresh Adam moments."""
+        """Start the warm start or RL: a schedule of its own and fresh Adam moments. The reference, where the algorithm
+        has one, is the policy at the beginning of the last phase.
+        """
         self._trainer.begin_phase(section, num_optimizer_steps)
+        if "ref_logprobs" in self._algorithm.needs:
+            chunks = self._trainer.chunk_parameters()
+            self._reference = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in chunks]
 
     def train_step(self, batch: TrainBatch, version: int) -> dict[str, float] | None:
         """Annotate, then one optimizer step per minibatch. `batch` holds this rank's data-parallel share only; `version`
@@ -88,7 +94,7 @@ class PolicyWorker:
         algorithm = self._algorithm
         if len(batch.minibatches) == 1:  # the policy has not moved yet: its own log-probs are the old ones
             algorithm = replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
-        annotated = [self._trainer.annotate(minibatch.microbatches[0], algorithm.needs) for minibatch in batch.minibatches]
+        annotated = [self._annotate(minibatch.microbatches[0], algorithm.needs) for minibatch in batch.minibatches]
         steps = [
             self._trainer.train_minibatch(microbatches, minibatch.denominators, algorithm, policy_version=version)
             for microbatches, minibatch in zip(annotated, batch.minibatches, strict=True)
@@ -140,9 +146,39 @@ class PolicyWorker:
     def stop(self) -> None:
         destroy_distributed()
 
+    def _annotate(self, microbatches: Sequence[Microbatch], needs: frozenset[str]) -> list[Microbatch]:
+        annotated = self._trainer.annotate(microbatches, needs)
+        if "ref_logprobs" not in needs:
+            return annotated
+        with swapped_weights(self._trainer.chunk_parameters(), self._reference):
+            scores = self._trainer.compute_logprobs(microbatches)
+        return [
+            replace(microbatch, token_arrays={**microbatch.token_arrays, "ref_logprobs": logprobs_T})
+            for microbatch, logprobs_T in zip(annotated, scores, strict=True)
+        ]
+
     @property
     def _spec(self) -> str:
         return "te" if self._trainer.uses_transformer_engine else "local"
+
+
+@contextmanager
+def swapped_weights(
+    live: Sequence[Mapping[str, torch.Tensor]], other: Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[None]:
+    """The model computes with `other` inside; its own weights come back bit by bit. The optimizer sees nothing of it."""
+    own = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in live]
+    try:
+        _copy_weights(other, live)
+        yield
+    finally:
+        _copy_weights(own, live)
+
+
+def _copy_weights(source: Sequence[Mapping[str, torch.Tensor]], target: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    for source_chunk, target_chunk in zip(source, target, strict=True):
+        for name, tensor in target_chunk.items():
+            tensor.copy_(source_chunk[name])
 
 
 def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
