@@ -81,9 +81,7 @@ def _source_prompts(source: SourceSection, section: DataSection, tokenizer: Toke
         if len(token_ids) > section.max_prompt_tokens:
             num_too_long += 1
             continue
-        prompts.append(
-            Prompt(question.prompt_id, question.text, token_ids, question.answer, source.name, question.metadata)
-        )
+        prompts.append(Prompt(question.prompt_id, question.text, token_ids, question.answer, source.name, question.metadata))
     summary = (
         f"source {source.name!r}: {len(prompts)} prompts of {num_read} read "
         f"({num_duplicates} duplicates, {num_too_long} longer than {section.max_prompt_tokens} tokens)"

@@ -69,9 +69,7 @@ class SlurmCluster:
             self._process = None
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def run(
-        self, command: Sequence[str], timeout_s: float = 30.0, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str], timeout_s: float = 30.0, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command where Slurm's clients work, in the shared folder; stdout and stderr come together."""
         enter = ["nsenter", f"--target={self._init_pid}", "--mount", "--uts", "--ipc", "--net", "--pid"]
         shell = ["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", str(self.shared), *command]

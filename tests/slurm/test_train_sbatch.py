@@ -46,9 +46,7 @@ def test_slurm_accepts_the_script(cluster, options):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize(
-    "options", [["--nodes=3"], ["--gpus-per-node=9"], ["--gpus-per-node=a100:1"], ["--partition=x"]]
-)
+@pytest.mark.parametrize("options", [["--nodes=3"], ["--gpus-per-node=9"], ["--gpus-per-node=a100:1"], ["--partition=x"]])
 def test_slurm_refuses_what_the_cluster_lacks(cluster, options):
     assert cluster.run(["sbatch", "--test-only", *options, SCRIPT, "experiment.yaml"]).returncode != 0
 
@@ -70,9 +68,7 @@ def test_a_job_that_cannot_run_ends_at_once_with_one_line(cluster, arguments, en
 
 
 def test_two_nodes_form_one_ray_cluster_that_stops_in_order(cluster):
-    job = cluster.submit(
-        [SCRIPT, "experiment.yaml", "wait=1", "exit=7"], MEGATRON_RL=TINY_PROGRAM, MEGATRON_RL_VENV=VENV
-    )
+    job = cluster.submit([SCRIPT, "experiment.yaml", "wait=1", "exit=7"], MEGATRON_RL=TINY_PROGRAM, MEGATRON_RL_VENV=VENV)
     cluster.wait_for_output(job, "tiny program: experiment.yaml on node1,node2 with 2 CPUs", timeout_s=120)
     assert any("gcs_server" in line for line in cluster.processes())
     # Without the job's token nobody may talk to its Ray.

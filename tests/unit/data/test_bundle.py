@@ -135,9 +135,7 @@ def test_a_pair_ends_with_the_end_of_sequence():
     assert pair.answer_ids == (*TOKENIZER.encode("nus"), TOKENIZER.eos_id)
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"), [("", "'p/1' of source 'p' has an empty"), ("\xe9", "answer of prompt 'p/1'")]
-)
+@pytest.mark.parametrize(("answer", "message"), [("", "'p/1' of source 'p' has an empty"), ("\xe9", "answer of prompt 'p/1'")])
 def test_an_answer_that_cannot_be_learned_names_its_prompt(answer, message):
     with pytest.raises(DataError, match=message):
         sft_pairs([make_prompt(answer)], TOKENIZER)

@@ -51,8 +51,6 @@ def test_the_saved_folder_is_the_same_tokenizer_for_transformers(tmp_path):
         ids = tokenizer.encode(text)
         assert loaded(text, add_special_tokens=False)["input_ids"] == ids
         assert loaded.decode([*ids, 2], skip_special_tokens=True) == text
-    with pytest.raises(
-        Exception, match="UNK"
-    ):  # rather than a silent replacement; `tokenizers` raises no narrower type
+    with pytest.raises(Exception, match="UNK"):  # rather than a silent replacement; `tokenizers` raises no narrower type
         loaded("A")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]

@@ -18,8 +18,7 @@ def test_many_sources_stay_near_their_share_and_the_counts_sum_up(weights, num_i
     counts = apportion(num_items, weights)
     assert sum(counts) == num_items
     assert all(
-        abs(count - num_items * weight / sum(weights)) < len(weights)
-        for count, weight in zip(counts, weights, strict=True)
+        abs(count - num_items * weight / sum(weights)) < len(weights) for count, weight in zip(counts, weights, strict=True)
     )
 
 

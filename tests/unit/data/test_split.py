@@ -25,9 +25,7 @@ def test_texts_that_differ_in_case_or_white_space_are_one():
     assert normalised_text("2+3") != normalised_text("3+2")
 
 
-@pytest.mark.parametrize(
-    "left, right", [("3 + 5 =", "5 + 3 ="), ("12+7", "7 + 12"), ("Sum of a and b", "sum of b and A")]
-)
+@pytest.mark.parametrize("left, right", [("3 + 5 =", "5 + 3 ="), ("12+7", "7 + 12"), ("Sum of a and b", "sum of b and A")])
 def test_reordered_questions_share_a_key(left, right):
     assert question_key(left) == question_key(right)
 
