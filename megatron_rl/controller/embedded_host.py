@@ -15,12 +15,14 @@ from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 async def start_embedded(setup: EngineSetup, number: int) -> StartedEngine:
     """The torch engine in this process, with one receiver per tensor-parallel shard."""
     section = setup.section.embedded
+    platform = select_platform(0)
+    platform.prepare_torch()
     torch.set_num_threads(section.num_threads)
     engine = EmbeddedEngine(
         setup.model.dims,
         section.tp_size,
         DTYPES[setup.dtype],
-        select_platform(0).device,
+        platform.device,
         num_slots=section.num_slots,
         max_context=setup.max_context,
         stop_token_ids=setup.stop_token_ids,

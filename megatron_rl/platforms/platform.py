@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_rl.platforms.cpu_bf16 import enable_fp32_products_of_bf16, lacks_bf16_units
 from megatron_rl.platforms.cpu_megatron import enable_megatron_on_cpu
 
 
@@ -17,8 +18,12 @@ class Platform(Protocol):
     device: torch.device
     backend: str
 
+    def prepare_torch(self) -> None:
+        """Make torch compute as fast as this machine can. Calling again is harmless."""
+        ...
+
     def prepare_megatron(self) -> None:
-        """Make Megatron-Core usable here. Call it before anything of Megatron is built; calling again is harmless."""
+        """`prepare_torch`, and make Megatron-Core usable here. Call it before anything of Megatron is built; calling again is harmless."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -41,7 +46,12 @@ class CpuPlatform:
     device: torch.device = torch.device("cpu")
     backend: str = "gloo"
 
+    def prepare_torch(self) -> None:
+        if lacks_bf16_units():
+            enable_fp32_products_of_bf16()
+
     def prepare_megatron(self) -> None:
+        self.prepare_torch()
         enable_megatron_on_cpu()
 
     def seed(self, seed: int) -> None:
@@ -60,6 +70,9 @@ class CudaPlatform:
 
     device: torch.device
     backend: str = "nccl"
+
+    def prepare_torch(self) -> None:
+        return
 
     def prepare_megatron(self) -> None:
         torch.cuda.set_device(self.device)
