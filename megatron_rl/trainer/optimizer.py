@@ -66,6 +66,8 @@ def build_schedule(optimizer: MegatronOptimizer, section: OptimizerSection, num_
 
     Step the schedule before the optimizer, so that the first of n warm-up steps runs at 1/n.
     """
+    for group in optimizer.param_groups:  # Megatron put the rates of its own config here; they outrank the scheduler's
+        group["max_lr"], group["min_lr"] = section.learning_rate, section.min_learning_rate
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
