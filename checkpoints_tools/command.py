@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.model_families.hf_config import UnsupportedModelError
+
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of every GPU package that is absent
 
 Item = TypeVar("Item")
 REPORT_INTERVAL_S = 2.0

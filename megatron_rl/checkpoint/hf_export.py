@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_rl.checkpoint.hf_folder import CheckpointError, write_folder
 from megatron_rl.checkpoint.hf_shards import export_params
 from megatron_rl.layout.intervals import matrix_shape
 from megatron_rl.model_families.declaration import ModelDims, ModelFamily
-from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.types.layout import ParallelLayout, ShardInterval
 
 _MAX_FILE_BYTES = 4 * 1024**3
 
@@ -47,27 +48,40 @@ def merge_export(
 ) -> None:
     """Merge the parts into a Hugging Face folder and remove them. Raises CheckpointError naming a tensor with a hole."""
     handles = [safe_open(str(path), framework="pt") for path in sorted(Path(parts_folder).glob("*.safetensors"))]
-    boxes: dict[str, list[tuple[int, int, int, str]]] = {}
-    for number, handle in enumerate(handles):
-        for key in handle.keys():
-            name, _, corner = key.rpartition("@")
+    keys = [(key.rpartition("@"), key, handle) for handle in handles for key in handle.keys()]
+    keys.sort(key=lambda item: item[0][0])
+
+    def boxes() -> Iterator[tuple[str, ShardInterval, torch.Tensor]]:
+        for (name, _, corner), key, handle in keys:
+            values = handle.get_tensor(key)
             row, col = map(int, corner.split(","))
-            boxes.setdefault(name, []).append((row, col, number, key))
+            yield name, ShardInterval(row, col, 0, 0, *values.shape), values
 
-    def merged() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in hf_tensor_shapes(family, dims):
-            whole = torch.empty(matrix_shape(shape), dtype=dtype)
-            covered = 0
-            for row, col, number, key in boxes.get(name, []):
-                values = handles[number].get_tensor(key)
-                whole[row : row + values.shape[0], col : col + values.shape[1]] = values.to(dtype)
-                covered += values.numel()
-            if covered != whole.numel():
-                raise CheckpointError(f"{parts_folder}: tensor '{name}' has {covered} of {whole.numel()} elements")
-            yield name, whole.reshape(shape)
-
-    write_model(folder, family, dims, merged(), dtype)
+    write_model(folder, family, dims, assemble_tensors(boxes(), family, dims, dtype), dtype)
     shutil.rmtree(parts_folder)
+
+
+def assemble_tensors(
+    boxes: Iterable[tuple[str, ShardInterval, torch.Tensor]], family: ModelFamily, dims: ModelDims, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors from their boxes, each given out as soon as it is complete.
+
+    Memory holds only the tensors whose boxes have begun to come. Raises CheckpointError naming one with a hole at the end.
+    """
+    shapes = dict(hf_tensor_shapes(family, dims))
+    missing = {name: math.prod(shape) for name, shape in shapes.items()}
+    begun: dict[str, torch.Tensor] = {}
+    for name, box, values in boxes:
+        if name not in begun:
+            begun[name] = torch.empty(matrix_shape(shapes[name]), dtype=dtype)
+        rows = slice(box.global_row, box.global_row + box.num_rows)
+        begun[name][rows, box.global_col : box.global_col + box.num_cols] = values
+        missing[name] -= values.numel()
+        if missing[name] == 0:
+            yield name, begun.pop(name).reshape(shapes[name])
+    for name, count in missing.items():
+        if count:
+            raise CheckpointError(f"tensor '{name}': {count} of {math.prod(shapes[name])} elements are missing")
 
 
 def write_model(

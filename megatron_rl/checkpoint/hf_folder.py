@@ -19,6 +19,17 @@ from megatron_rl.types.layout import ShardInterval
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 class CheckpointError(ValueError):
@@ -47,6 +58,13 @@ class FolderSource:
     def names(self) -> list[str]:
         return sorted(self._file_of)
 
+    def widest_dtype(self) -> torch.dtype:
+        """fp32 if any tensor is, else bf16: what holds every value. Raises CheckpointError for other dtypes."""
+        found = {str(self._handle(file).get_slice(name).get_dtype()) for name, file in self._file_of.items()}
+        if odd := sorted(found - {"F32", "BF16"}):
+            raise CheckpointError(f"{self._folder}: has tensors of dtype {odd[0]}, expected F32 or BF16")
+        return torch.float32 if "F32" in found else torch.bfloat16
+
     def read(self, name: str, shape: tuple[int, ...], box: ShardInterval) -> torch.Tensor:
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder}: tensor '{name}' is missing; the folder is incomplete or of another model")
@@ -68,7 +86,7 @@ class FolderSource:
             return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         if not (self._folder / SINGLE_NAME).exists():
             raise CheckpointError(f"{self._folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
-        return {name: SINGLE_NAME for name in self._handle_of(SINGLE_NAME).keys()}
+        return dict.fromkeys(self._handle_of(SINGLE_NAME).keys(), SINGLE_NAME)
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -140,6 +158,14 @@ def write_folder(
         temporary.rename(final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # only there when something failed
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer files that are there."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def _write_files(folder: Path, config: Mapping[str, Any], files: Iterable[Mapping[str, torch.Tensor]]) -> None:

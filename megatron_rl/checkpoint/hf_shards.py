@@ -60,14 +60,31 @@ def import_params(
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's parameters, read box by box. Rows of vocabulary padding are zero."""
     chunks: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.virtual_pp)]
+    options = {"spec": spec, "vocab_multiple": vocab_multiple, "dtype": dtype}
+    for chunk, name, local in read_params(source, family, dims, layout, rank, **options):
+        chunks[chunk][name] = local
+    return chunks
+
+
+def read_params(
+    source: TensorSource,
+    family: ModelFamily,
+    dims: ModelDims,
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    spec: str,
+    vocab_multiple: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """`import_params` as a stream of (chunk, name, values), for models of which memory holds only one copy."""
     for param in local_params(family, dims, layout, rank, spec=spec, vocab_multiple=vocab_multiple):
         local = torch.zeros(param.shape, dtype=dtype)
         matrix = local.unsqueeze(1) if local.ndim == 1 else local
         for name, shape, box in param.parts:
             if box.num_rows:
                 matrix_box(matrix, box).copy_(source.read(name, shape, box))
-        chunks[param.chunk][param.name] = local
-    return chunks
+        yield param.chunk, param.name, local
 
 
 def export_params(
