@@ -152,6 +152,8 @@ def _release_folder(folder: str | Path) -> Path:
     tracker = path / TRACKER_NAME
     if tracker.exists():
         latest = tracker.read_text(encoding="utf-8").strip()
+        if latest != RELEASE and not latest.isdecimal():
+            raise CheckpointError(f"{tracker}: '{latest}', expected '{RELEASE}' or a number")
         path = path / (latest if latest == RELEASE else f"iter_{int(latest):07d}")
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path}: has no metadata.json; expected a distributed checkpoint (torch_dist)")
