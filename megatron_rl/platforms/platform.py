@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,6 +76,9 @@ class CudaPlatform:
         return
 
     def prepare_megatron(self) -> None:
+        # Megatron overlaps the communication of tensor and sequence parallelism by launch order, which one hardware queue
+        # keeps; the driver reads it when the device is first used. A value that is set already is respected.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(self.device)
 
     def seed(self, seed: int) -> None:
