@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,15 +16,21 @@ from megatron_rl.platforms.cpu_megatron import enable_megatron_on_cpu
 class Platform(Protocol):
     """Implementations: `CpuPlatform`, `CudaPlatform`; `select_platform` chooses."""
 
-    device: torch.device
-    backend: str
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def backend(self) -> str: ...
 
     def prepare_torch(self) -> None:
         """Make torch compute as fast as this machine can. Calling again is harmless."""
         ...
 
     def prepare_megatron(self) -> None:
-        """`prepare_torch`, and make Megatron-Core usable here. Call it before anything of Megatron is built; calling again is harmless."""
+        """`prepare_torch`, and make Megatron-Core usable here.
+
+        Call it before anything of Megatron is built; calling again is harmless.
+        """
         ...
 
     def seed(self, seed: int) -> None:
@@ -44,7 +50,7 @@ class Platform(Protocol):
 class CpuPlatform:
     """CPU tensors over gloo."""
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "gloo"
 
     def prepare_torch(self) -> None:

@@ -34,9 +34,7 @@ def compute_chunked_logprobs(
     first = tp_rank * weight_VH.shape[0]
     num_entries = min(max(vocab_size - first, 0), weight_VH.shape[0])
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
-    return _ChunkedLogprobs.apply(
-        hidden_KH, weight_VH, target_ids_K - first, temperature, num_entries, chunk_tokens, group
-    )
+    return _ChunkedLogprobs.apply(hidden_KH, weight_VH, target_ids_K - first, temperature, num_entries, chunk_tokens, group)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -96,9 +96,7 @@ def _recompute_kwargs(recompute: str) -> dict[str, Any]:
     return {}
 
 
-def _moe_kwargs(
-    dims: ModelDims, trainer: TrainerSection, layout: ParallelLayout, transformer_engine: bool
-) -> dict[str, Any]:
+def _moe_kwargs(dims: ModelDims, trainer: TrainerSection, layout: ParallelLayout, transformer_engine: bool) -> dict[str, Any]:
     if layout.ep == 1 and layout.etp != layout.tp:
         # Without expert parallelism Megatron reduces expert gradients like dense ones, not over the expert replicas.
         raise ValueError(
@@ -136,7 +134,8 @@ def plan_optimizer_config(trainer: TrainerSection, dtype: torch.dtype) -> dict[s
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
         "use_distributed_optimizer": section.distributed,
-    } | trainer.megatron.optimizer
+        **trainer.megatron.optimizer,
+    }
 
 
 def plan_ddp_config(trainer: TrainerSection) -> dict[str, Any]:
@@ -144,4 +143,5 @@ def plan_ddp_config(trainer: TrainerSection) -> dict[str, Any]:
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": trainer.optimizer.distributed,
-    } | trainer.megatron.ddp
+        **trainer.megatron.ddp,
+    }

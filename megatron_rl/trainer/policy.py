@@ -347,7 +347,7 @@ def empty_microbatch() -> Microbatch:
         rewards_S=nothing,
         is_correct_S=np.zeros(0, dtype=bool),
         sample_index_S=np.zeros(0, dtype=np.int32),
-        token_arrays={
-            name: nothing for name in ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
-        },
+        token_arrays=dict.fromkeys(
+            ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns"), nothing
+        ),
     )

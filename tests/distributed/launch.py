@@ -107,7 +107,7 @@ def _main(folder: str, rank: str) -> int:
         me = module.Rank(call["rank"], call["world_size"], call["port"])
         result = getattr(module, call["name"])(me, **call["kwargs"])
         Path(folder, f"result_{rank}.json").write_text(json.dumps(result))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent must see it
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launch import run_distributed  # noqa: E402
-from reference import transformers_logprobs  # noqa: E402
-from walk import LENGTHS, walk_layouts  # noqa: E402
+from reference import transformers_logprobs
+from walk import LENGTHS, walk_layouts
+
+from launch import run_distributed
 
 MOE = "qwen3_moe"
 DENSE = "llama"

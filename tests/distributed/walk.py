@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from launch import Rank  # beside this file; `launch` puts the folder on the path
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.sections import AlgorithmSection, MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
-from megatron_rl.layout.coords import coords_of
 from megatron_rl.platforms.platform import Platform, select_platform
 from megatron_rl.trainer.parallel import (
     destroy_distributed,
@@ -31,8 +32,6 @@ from megatron_rl.trainer.parallel import (
 from megatron_rl.trainer.policy import PolicyTrainer, empty_microbatch
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Denominators, Microbatch
-
-from launch import Rank  # beside this file; `launch` puts the folder on the path
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 7, 23)
 WEIGHT_SEED, DATA_SEED = 3, 11

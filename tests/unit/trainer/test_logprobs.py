@@ -33,12 +33,8 @@ def test_values_and_gradients_equal_the_plain_path(chunk_tokens: int, entropy_co
     wanted = torch.autograd.grad(
         (expected[0] * factors).sum() + entropy_coefficient * (expected[1] * factors).sum(), (hidden, weight)
     )
-    actual = compute_chunked_logprobs(
-        hidden, weight, targets, temperature=0.7, vocab_size=VOCAB, chunk_tokens=chunk_tokens
-    )
-    got = torch.autograd.grad(
-        (actual[0] * factors).sum() + entropy_coefficient * (actual[1] * factors).sum(), (hidden, weight)
-    )
+    actual = compute_chunked_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=VOCAB, chunk_tokens=chunk_tokens)
+    got = torch.autograd.grad((actual[0] * factors).sum() + entropy_coefficient * (actual[1] * factors).sum(), (hidden, weight))
     for a, b in zip((*actual, *got), (*expected, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
     assert not got[1][VOCAB:].any()
@@ -46,9 +42,7 @@ def test_values_and_gradients_equal_the_plain_path(chunk_tokens: int, entropy_co
 
 def test_bf16_inputs_give_fp32_logprobs_and_bf16_gradients() -> None:
     hidden, weight, targets = make_inputs(torch.bfloat16)
-    logprobs, entropies = compute_chunked_logprobs(
-        hidden, weight, targets, temperature=1.0, vocab_size=VOCAB, chunk_tokens=8
-    )
+    logprobs, entropies = compute_chunked_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=VOCAB, chunk_tokens=8)
     assert logprobs.dtype == entropies.dtype == torch.float32
     torch.testing.assert_close(logprobs, plain(hidden, weight, targets, 1.0)[0], rtol=1e-5, atol=1e-5)
     logprobs.sum().backward()
@@ -58,9 +52,7 @@ def test_bf16_inputs_give_fp32_logprobs_and_bf16_gradients() -> None:
 
 def test_no_rows_give_zero_gradients() -> None:
     hidden, weight, targets = make_inputs(torch.float32)
-    logprobs, _ = compute_chunked_logprobs(
-        hidden[:0], weight, targets[:0], temperature=1.0, vocab_size=VOCAB, chunk_tokens=8
-    )
+    logprobs, _ = compute_chunked_logprobs(hidden[:0], weight, targets[:0], temperature=1.0, vocab_size=VOCAB, chunk_tokens=8)
     logprobs.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
 

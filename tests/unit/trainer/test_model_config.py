@@ -76,7 +76,7 @@ def test_a_dense_model_names_no_expert() -> None:
 
 
 def test_expert_bias_on_a_softmax_router_is_refused() -> None:
-    with pytest.raises(ValueError, match="moe_expert_bias_update_rate.*sigmoid"):
+    with pytest.raises(ValueError, match=r"moe_expert_bias_update_rate.*sigmoid"):
         plan(TrainerSection(moe_expert_bias_update_rate=1e-3))
     sigmoid = MegatronSection(transformer={"moe_router_score_function": "sigmoid"})
     kwargs = plan(TrainerSection(moe_expert_bias_update_rate=1e-3, megatron=sigmoid))
@@ -84,6 +84,6 @@ def test_expert_bias_on_a_softmax_router_is_refused() -> None:
 
 
 def test_expert_tensor_parallelism_below_tp_needs_expert_parallelism() -> None:
-    with pytest.raises(ValueError, match="trainer.layout.etp=2"):
+    with pytest.raises(ValueError, match=r"trainer\.layout\.etp=2"):
         plan(layout=ParallelLayout(tp=2, etp=1))
     plan(layout=ParallelLayout(tp=2, ep=2, etp=1))

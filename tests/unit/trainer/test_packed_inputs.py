@@ -33,7 +33,9 @@ def all_ranks(microbatch: Microbatch, tp: int, cp: int, *, score_all: bool) -> l
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, SIZES, st.booleans())
-def test_every_scored_token_is_predicted_by_its_predecessor(lengths: list[int], sizes: tuple[int, int], score_all: bool) -> None:
+def test_every_scored_token_is_predicted_by_its_predecessor(
+    lengths: list[int], sizes: tuple[int, int], score_all: bool
+) -> None:
     tp, cp = sizes
     microbatch = make_microbatch(lengths)
     ranks = all_ranks(microbatch, tp, cp, score_all=score_all)
@@ -93,7 +95,7 @@ def test_the_attention_plan_shows_each_row_its_own_past(lengths: list[int], size
         assert np.array_equal(rows[plan.place_of_N], np.arange(len(inputs.token_ids_N)))
         offset = 0
         for group in plan.groups:
-            num_sequences, width = group.query_rows.shape
+            _, width = group.query_rows.shape
             for place in plan.place_of_N[(plan.place_of_N >= offset) & (plan.place_of_N < offset + group.query_rows.size)]:
                 sequence, column = divmod(int(place - offset), width)
                 row = group.query_rows[sequence, column]

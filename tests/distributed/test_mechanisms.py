@@ -1,0 +1,72 @@
+"""Auxiliary loss, expert bias, bf16 with fp32 masters, empty shares, and what stops a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mechanisms import megatron_groups, show_mechanisms, uneven_shares
+
+from launch import run_distributed
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    return dict(run_distributed(show_mechanisms, 1, timeout_s=120)[0])
+
+
+def test_the_auxiliary_loss_changes_the_gradient_and_not_the_reported_loss(shown: dict[str, Any]) -> None:
+    plain, aux = shown["plain"][0], shown["aux"][0]
+    assert aux["loss/supervised"] == pytest.approx(plain["loss/supervised"], rel=1e-6)
+    assert abs(aux["grad_norm"] / plain["grad_norm"] - 1) > 1e-4
+
+
+def test_expert_bias_moves_by_its_rate_after_a_step_and_not_before(shown: dict[str, Any]) -> None:
+    bias = shown["bias"]
+    assert not np.any(bias["before"]) and not np.any(bias["after_scoring"])
+    assert sorted(set(np.round(np.abs(bias["after_step"]).ravel(), 6))) in ([0.01], [0.0, 0.01])
+    assert np.abs(bias["after_step"]).max() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_bf16_trains_on_fp32_masters(shown: dict[str, Any], distributed: bool) -> None:
+    result = shown[f"bf16_{distributed}"]
+    assert result["parameter"] == "torch.bfloat16" and result["masters"] == ["torch.float32"]
+    assert result["rounded"] is True
+    assert result["losses"][-1] < 0.8 * result["losses"][0]
+    assert result["learning_rates"][:5] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(shown: dict[str, Any]) -> None:
+    assert "gradient norm is nan" in shown["not_finite"]
+
+
+def test_a_weight_of_the_wrong_shape_is_named(shown: dict[str, Any]) -> None:
+    assert "decoder.final_layernorm.weight: expected shape (48,), got (7,)" in shown["wrong_shape"]
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    first, second = run_distributed(uneven_shares, 2, timeout_s=90)
+    assert first == second
+    assert first[1]["loss/supervised"] < first[0]["loss/supervised"]
+
+
+def test_megatron_places_ranks_where_our_arithmetic_says() -> None:
+    layouts = [
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "cp": 2, "etp": 2},
+        {"tp": 2, "dp": 2, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 4},
+        {"cp": 2, "pp": 2, "ep": 2},
+        {"dp": 4, "ep": 2},
+    ]
+    for results in run_distributed(megatron_groups, 4, timeout_s=120, layouts=layouts):
+        for sizes, places in zip(layouts, results, strict=True):
+            for axis, (megatron, ours) in places.items():
+                assert megatron == ours, (sizes, axis)
