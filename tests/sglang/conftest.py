@@ -25,7 +25,7 @@ MAX_CONTEXT = 448
 SECTION = SglangSection(
     tp_size=TP_SIZE,
     num_concurrent=32,
-    start_timeout_s=240.0,
+    start_timeout_s=300.0,
     request_timeout_s=120.0,
     server_args={"log_level_http": "warning"},
 )

@@ -26,6 +26,10 @@ REASONS = {
 }
 """Every package that may be stood in for, and why nothing of it runs here (checked on SGLang 0.5.23)."""
 
+HIDDEN = ("megatron",)
+"""Packages that a server does not see: SGLang's debug dumper imports Megatron wherever it finds it, for nothing, which
+costs each process a tenth of its start."""
+
 
 class _Absent(type):
     """The type of every name in a stand-in: a class, so that it can be subclassed, annotated and tested against."""
@@ -135,6 +139,8 @@ class CpuLayerFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Append the finder to `sys.meta_path`, once."""
+    """Append the finder to `sys.meta_path`, once, and hide what a server has no use for."""
+    for name in HIDDEN:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it now raises ModuleNotFoundError
     if not any(isinstance(finder, CpuLayerFinder) for finder in sys.meta_path):
         sys.meta_path.append(CpuLayerFinder())

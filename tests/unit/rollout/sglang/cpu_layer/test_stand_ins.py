@@ -86,6 +86,18 @@ def test_a_real_package_wins(tmp_path):
     assert output.strip() == "real"
 
 
+def test_megatron_is_hidden_from_servers():
+    output = run(
+        """
+        try:
+            import megatron.core
+        except ImportError as error:
+            print(type(error).__name__)
+        """
+    )
+    assert output.strip() == "ModuleNotFoundError"
+
+
 @pytest.mark.parametrize("with_layer", [True, False])
 def test_the_plugin_is_declared_to_processes_with_the_layer_only(with_layer):
     code = "from importlib.metadata import entry_points; print([e.name for e in entry_points(group='sglang.srt.plugins')])"
