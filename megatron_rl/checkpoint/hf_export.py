@@ -48,7 +48,7 @@ def merge_export(
 ) -> None:
     """Merge the parts into a Hugging Face folder and remove them. Raises CheckpointError naming a tensor with a hole."""
     handles = [safe_open(str(path), framework="pt") for path in sorted(Path(parts_folder).glob("*.safetensors"))]
-    keys = [(key.rpartition("@"), key, handle) for handle in handles for key in handle.keys()]
+    keys = [(key.rpartition("@"), key, handle) for handle in handles for key in handle.keys()]  # noqa: SIM118
     keys.sort(key=lambda item: item[0][0])
 
     def boxes() -> Iterator[tuple[str, ShardInterval, torch.Tensor]]:

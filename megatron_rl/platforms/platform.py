@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron_rl.platforms.cpu_bf16 import enable_fp32_products_of_bf16, lacks_bf16_units
-from megatron_rl.platforms.cpu_megatron import enable_megatron_on_cpu
+from megatron_rl.platforms.cpu_megatron import enable_megatron_on_cpu, mend_megatron_without_transformer_engine
 
 
 class Platform(Protocol):
@@ -86,6 +86,7 @@ class CudaPlatform:
         # keeps; the driver reads it when the device is first used. A value that is set already is respected.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(self.device)
+        mend_megatron_without_transformer_engine()
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
