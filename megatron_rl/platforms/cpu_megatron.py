@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import sys
 import types
 import warnings
@@ -46,6 +47,8 @@ class Patch:
     attribute: str
     reason: str
     apply: Callable[[types.ModuleType, str], None]
+    also_on_gpu: bool = False
+    """Whether a GPU without Transformer Engine needs it too."""
 
 
 class _NullStream:
@@ -222,6 +225,7 @@ PATCHES: tuple[Patch, ...] = (
         "DistributedOptimizer",
         "puts one shared `step` tensor into every Adam state when it loads, which corrupts the bias correction",
         _own_step_per_state,
+        also_on_gpu=True,
     ),
     Patch(
         f"{_MOE}.token_dispatcher",
@@ -234,6 +238,7 @@ PATCHES: tuple[Patch, ...] = (
         "te_general_gemm",
         "undefined without Transformer Engine, but read by the router",
         _define_as(None, only_if_missing=True),
+        also_on_gpu=True,
     ),
     Patch(
         "megatron.core.models.common.language_module.language_module",
@@ -258,12 +263,14 @@ PATCHES: tuple[Patch, ...] = (
         "CheckpointWithoutOutput",
         "takes fp8=False as fp8 on, then misses Transformer Engine",
         _optional_fp8,
+        also_on_gpu=True,
     ),
     Patch(
         "megatron.core.transformer.multi_latent_attention",
         "HAVE_TE",
         "is True although Transformer Engine is absent",
         _define_as(False),
+        also_on_gpu=True,
     ),
 )
 
@@ -314,3 +321,15 @@ def enable_megatron_on_cpu() -> None:
         for patch in PATCHES:
             patch.apply(sys.modules[patch.module], patch.attribute)
         _tables_applied.append(sys.modules["megatron.core"].__version__)
+
+
+def mend_megatron_without_transformer_engine() -> None:
+    """On a GPU: mend what `megatron.core` takes for granted where Transformer Engine is absent. Harmless to call again."""
+    if _tables_applied or importlib.util.find_spec("transformer_engine") is not None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns about every absent GPU package
+        for patch in PATCHES:
+            if patch.also_on_gpu:
+                patch.apply(importlib.import_module(patch.module), patch.attribute)
+    _tables_applied.append(sys.modules["megatron.core"].__version__)
