@@ -192,6 +192,8 @@ class SglangSection:
     """Engines started elsewhere; when given, none is started here."""
     key_file: str | None = None
     """For `urls`: a file of mode 600 with api_key and admin_api_key."""
+    receiver_dirs: tuple[str, ...] = ()
+    """For `urls`: the directory (MEGATRON_RL_RECEIVER_DIR) of each engine's receivers, all with the same `key` file."""
     num_concurrent: int = 64
     """Requests that one engine runs at once."""
     start_timeout_s: float = 300.0
@@ -282,7 +284,8 @@ class TrainerSection:
 class SyncSection:
     """Weight sync from trainer to engines."""
 
-    transport: Literal["tcp"] = "tcp"
+    transport: Literal["tcp", "cuda_ipc"] = "tcp"
+    """`cuda_ipc`: trainer and engine ranks share a GPU, and slices are handed over in its memory."""
     bucket_bytes: int = 64 * 1024 * 1024
     timeout_s: float = 300.0
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"

@@ -29,16 +29,15 @@ from megatron_rl.types.training import Microbatch, TrainBatch
 class PolicyWorker:
     """One rank of the policy."""
 
-    def __init__(self, setup: WorkerSetup, rank: int) -> None:
-        self._setup, self._rank = setup, rank
+    def __init__(self, setup: WorkerSetup, rank: int, interface: str = "127.0.0.1") -> None:
+        self._setup, self._rank, self._interface = setup, rank, interface
         self._algorithm = build_algorithm(setup.algorithm)
         torch.set_num_threads(setup.section.num_threads)
 
     def free_address(self) -> Address:
-        """A host and free port of this process's node, for rank 0 to listen on."""
-        host = socket.gethostbyname(socket.gethostname()) if self._setup.layout.world_size > 1 else "127.0.0.1"
-        with socket.create_server((host, 0)) as probe:
-            return host, probe.getsockname()[1]
+        """This process's interface and a port that is free on it, for rank 0 to listen on."""
+        with socket.create_server((self._interface, 0)) as probe:
+            return self._interface, probe.getsockname()[1]
 
     def start(self, address: Address) -> None:
         """Join the others at rank 0's address, build the model and load its first weights."""
@@ -127,6 +126,7 @@ class PolicyWorker:
             dtype=getattr(torch, dtype),
             bucket_bytes=setup.sync.bucket_bytes,
             timeout_s=setup.sync.timeout_s,
+            transport=setup.sync.transport,
         )
 
     def export_part(self, folder: str) -> None:
