@@ -70,7 +70,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def oracle(family: str) -> list[dict[str, Any]]:
     """All cases of one rank; the first is what every other layout is held against."""
-    return run_distributed(walk_layouts, 1, timeout_s=150, family=family, cases=ONE_RANK)[0]
+    return run_distributed(walk_layouts, 1, timeout_s=400, family=family, cases=ONE_RANK)[0]
 
 
 def test_one_rank_equals_transformers(family: str, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_four_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
 
 def check(family: str, world_size: int, cases: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     """All ranks report the same steps, and together the log-probs of every sequence. All cases are judged before failing."""
-    by_rank = run_distributed(walk_layouts, world_size, timeout_s=60 + 20 * len(cases), family=family, cases=cases)
+    by_rank = run_distributed(walk_layouts, world_size, timeout_s=120 + 40 * len(cases), family=family, cases=cases)
     wrong: list[str] = []
     for index, case in enumerate(cases):
         logprobs: dict[str, list[float]] = {}

@@ -18,7 +18,7 @@ from launch import run_distributed
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Any]:
-    return dict(run_distributed(show_mechanisms, 1, timeout_s=120)[0])
+    return dict(run_distributed(show_mechanisms, 1, timeout_s=300)[0])
 
 
 def test_the_auxiliary_loss_changes_the_gradient_and_not_the_reported_loss(shown: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def test_a_weight_of_the_wrong_shape_is_named(shown: dict[str, Any]) -> None:
 
 
 def test_a_rank_without_samples_takes_part() -> None:
-    first, second = run_distributed(uneven_shares, 2, timeout_s=90)
+    first, second = run_distributed(uneven_shares, 2, timeout_s=300)
     assert first == second
     assert first[1]["loss/supervised"] < first[0]["loss/supervised"]
 
@@ -66,7 +66,7 @@ def test_megatron_places_ranks_where_our_arithmetic_says() -> None:
         {"cp": 2, "pp": 2, "ep": 2},
         {"dp": 4, "ep": 2},
     ]
-    for results in run_distributed(megatron_groups, 4, timeout_s=120, layouts=layouts):
+    for results in run_distributed(megatron_groups, 4, timeout_s=300, layouts=layouts):
         for sizes, places in zip(layouts, results, strict=True):
             for axis, (megatron, ours) in places.items():
                 assert megatron == ours, (sizes, axis)

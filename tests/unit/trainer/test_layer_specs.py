@@ -34,8 +34,8 @@ with joined(Rank(0, 1, port)) as platform:
     init_model_parallel(ParallelLayout(), seed=1)
     for section in sections:
         record.clear(); lines.clear()
-        optimizer = OptimizerSection(learning_rate=1e-3, clip_grad=0.1)
-        trainer = PolicyTrainer(dims, "fp32", TrainerSection(optimizer=optimizer, **section), ParallelLayout(), platform, seed=1)
+        section = TrainerSection(optimizer=OptimizerSection(learning_rate=1e-3, clip_grad=0.1), **section)
+        trainer = PolicyTrainer(dims, "fp32", section, ParallelLayout(), platform, seed=1)
         trainer.load_parameters(import_params(SpreadSource(dims.num_layers), get_family(family_name), dims, ParallelLayout(), 0,
             spec="te" if trainer.uses_transformer_engine else "local", vocab_multiple=1, dtype=torch.float32))
         batch = sequences(dims.vocab_size)
@@ -59,7 +59,7 @@ def run_probe(part: str, family: str, sections: list[dict[str, Any]]) -> subproc
         "PYTHONWARNINGS": "ignore",
     }
     command = [sys.executable, "-c", PROBE, family, str(port), part, json.dumps(sections)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def probe_results(part: str, family: str, sections: list[dict[str, Any]]) -> list[dict[str, Any]]:
