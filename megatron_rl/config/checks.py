@@ -124,6 +124,9 @@ def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Proble
         yield "rollout.num_engines", reason
     if sglang.urls and sglang.key_file is None:
         yield "rollout.sglang.key_file", "engines given by URL need the file with their api_key and admin_api_key"
+    if len(sglang.receiver_dirs) != len(sglang.urls):
+        reason = f"expected one per engine of rollout.sglang.urls ({len(sglang.urls)}), got {len(sglang.receiver_dirs)}"
+        yield "rollout.sglang.receiver_dirs", reason
 
 
 def check_optimizer(trainer: TrainerSection) -> Iterator[Problem]:

@@ -12,6 +12,8 @@ import sys
 import warnings
 from typing import Any
 
+import ray
+
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 
 
@@ -20,7 +22,8 @@ class TrainerActor:
 
     def __init__(self, setup: WorkerSetup, rank: int) -> None:
         _prepare_process(is_first=rank == 0)
-        self._worker = importlib.import_module("megatron_rl.controller.policy_worker").PolicyWorker(setup, rank)
+        worker_class = importlib.import_module("megatron_rl.controller.policy_worker").PolicyWorker
+        self._worker = worker_class(setup, rank, _interface(setup.is_single_node))
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)
@@ -31,10 +34,16 @@ class EngineActor:
 
     def __init__(self, setup: EngineSetup, number: int) -> None:
         _prepare_process(is_first=number == 0)
-        self._host = importlib.import_module("megatron_rl.controller.engine_host").EngineHost(setup, number)
+        host_class = importlib.import_module("megatron_rl.controller.engine_host").EngineHost
+        self._host = host_class(setup, number, _interface(setup.is_single_node))
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._host, method)(*args)
+
+
+def _interface(is_single_node: bool) -> str:
+    """The one address that this process listens on: the loopback, or the one by which the cluster knows this node."""
+    return "127.0.0.1" if is_single_node else ray.util.get_node_ip_address()
 
 
 def _prepare_process(*, is_first: bool) -> None:

@@ -12,7 +12,7 @@ from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 
 
-async def start_embedded(setup: EngineSetup, number: int) -> StartedEngine:
+async def start_embedded(setup: EngineSetup, number: int, interface: str) -> StartedEngine:
     """The torch engine in this process, with one receiver per tensor-parallel shard."""
     section = setup.section.embedded
     platform = select_platform(0)
@@ -27,7 +27,7 @@ async def start_embedded(setup: EngineSetup, number: int) -> StartedEngine:
         max_context=setup.max_context,
         stop_token_ids=setup.stop_token_ids,
     )
-    receivers = [Receiver(shard, setup.key) for shard in engine.weights.shards]
+    receivers = [Receiver(shard, setup.key, interface) for shard in engine.weights.shards]
     for receiver in receivers:
         receiver.start()
 

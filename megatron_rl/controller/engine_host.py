@@ -23,14 +23,14 @@ ENGINES: dict[str, str] = {
 class EngineHost:
     """The engine of one actor, whatever its kind."""
 
-    def __init__(self, setup: EngineSetup, number: int) -> None:
-        self._setup, self._number = setup, number
+    def __init__(self, setup: EngineSetup, number: int, interface: str) -> None:
+        self._setup, self._number, self._interface = setup, number, interface
         self._started: StartedEngine | None = None
 
     async def start(self) -> list[Address]:
         """Build the engine; returns the receiver of each of its ranks."""
         module, function = ENGINES[self._setup.section.engine].split(":")
-        self._started = await getattr(importlib.import_module(module), function)(self._setup, self._number)
+        self._started = await getattr(importlib.import_module(module), function)(self._setup, self._number, self._interface)
         assert self._started is not None
         return self._started.addresses
 

@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
@@ -51,7 +52,7 @@ class Experiment:
         check_algorithm_is_served(self._algorithm)
         self._layout = trainer_layout(config)
         self._engine_layout = engine_layout(config.rollout)
-        self._key = secrets.token_bytes(32)
+        self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
 
     async def execute(self) -> None:
@@ -133,6 +134,7 @@ class Experiment:
             temperature=config.rollout.sampling.temperature,
             seed=config.run.seed,
             start_timeout_s=config.cluster.start_timeout_s,
+            is_single_node=cluster.is_single_node,
         )
         actors = [
             cluster.create(TrainerActor, f"trainer-{rank}", rank, config.cluster.trainer_python, setup, rank)
@@ -151,6 +153,7 @@ class Experiment:
             dtype=engine_dtype or config.model.dtype,
             key=self._key,
             run_directory=str(self.directory.path),
+            is_single_node=cluster.is_single_node,
         )
         python = config.cluster.engine_python
         return [
@@ -228,6 +231,13 @@ def trainer_layout(config: ExperimentConfig) -> ParallelLayout:
         tp=section.tp, pp=section.pp, virtual_pp=section.virtual_pp, cp=section.cp,
         ep=section.ep, etp=section.etp, dp=section.dp,
     )  # fmt: skip
+
+
+def receiver_key(section: RolloutSection) -> bytes:
+    """The key of this run's receivers: a new one, or that of engines which were started elsewhere."""
+    if section.engine == "sglang" and section.sglang.urls:
+        return (Path(section.sglang.receiver_dirs[0]) / "key").read_bytes()
+    return secrets.token_bytes(32)
 
 
 def engine_layout(section: RolloutSection) -> EngineLayout:

@@ -85,6 +85,11 @@ class Cluster:
         )
 
     @property
+    def is_single_node(self) -> bool:
+        """Whether every process runs on this machine."""
+        return sum(node["Alive"] for node in ray.nodes()) == 1
+
+    @property
     def logs(self) -> str:
         """Where Ray keeps the logs of this run's processes, on each node."""
         return f"{ray._private.worker._global_node.get_session_dir_path()}/logs"

@@ -23,6 +23,7 @@ class WorkerSetup:
     temperature: float
     seed: int
     start_timeout_s: float
+    is_single_node: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class EngineSetup:
     dtype: str
     key: bytes
     run_directory: str
+    is_single_node: bool
 
     def __repr__(self) -> str:
         return f"EngineSetup({self.section.engine}, {self.model.family_name})"

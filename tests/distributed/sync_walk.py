@@ -175,4 +175,5 @@ def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_tp: int)
         temperature=1.0,
         seed=5,
         start_timeout_s=TIMEOUT_S,
+        is_single_node=True,
     )

@@ -55,7 +55,7 @@ def test_scores_equal_a_forward(engine, tiny_model, loop):
         *torch.randint(211, (60,), generator=torch.Generator().manual_seed(3)).tolist(),
         210,
     )  # the last id too
-    scores = loop(engine.score(token_ids))
+    (scores,) = loop(engine.score([token_ids]))
     assert len(scores) == 61 and scores[0] == 0.0
     expected = reference_logprobs(tiny_model.reference, token_ids)
     torch.testing.assert_close(torch.tensor(scores[1:]).double(), expected, atol=1e-3, rtol=0)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.rollout.sglang import replies
 from megatron_rl.rollout.sglang.client import EngineClient
 from megatron_rl.rollout.sglang.errors import EngineReplyError
@@ -73,10 +75,9 @@ class SglangEngine:
         reply = await self._client.post("/generate", body, self._request_timeout_s)
         return replies.to_segments(self.name, reply)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob (temperature 1) of each token given those before it; 0 for the first."""
-        reply = await self._client.post("/generate", replies.build_score_body(token_ids), self._request_timeout_s)
-        return replies.to_scores(self.name, token_ids, reply)
+    async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-prob (float32, temperature 1) of each token given those before it; 0 for the first."""
+        return list(await asyncio.gather(*(self._score_one(sequence) for sequence in token_ids)))
 
     async def pause(self, mode: str) -> None:
         """See `GenerationEngine.pause`. `in_place` keeps the KV cache of the old weights; the other modes drop it."""
@@ -125,6 +126,10 @@ class SglangEngine:
         await self._client.close()
         if self.server is not None:
             await asyncio.to_thread(self.server.stop)
+
+    async def _score_one(self, token_ids: Sequence[int]) -> np.ndarray:
+        reply = await self._client.post("/generate", replies.build_score_body(token_ids), self._request_timeout_s)
+        return np.array(replies.to_scores(self.name, token_ids, reply), dtype=np.float32)
 
     async def _begin(self, pause_mode: str) -> None:
         if not self._is_paused:

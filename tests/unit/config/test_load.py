@@ -212,14 +212,13 @@ def test_a_dumped_experiment_reloads_equal(experiment: Path) -> None:
 def test_import_is_light() -> None:
     code = """
         import sys, time
-        start = time.perf_counter()
+        start = time.process_time()  # not the clock: a busy machine must not fail what is a property of the code
         import megatron_rl.config.load, megatron_rl.config.resolve
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         heavy = {"torch", "numpy", "ray", "sglang", "megatron", "transformers", "tensorboard"} & set(sys.modules)
         assert not heavy, heavy
         print(seconds)
     """
-    # The best of a few: a busy machine must not fail what is a property of the code.
     command = [sys.executable, "-c", textwrap.dedent(code)]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True, timeout=60) for _ in range(5)]
     assert min(float(run.stdout) for run in runs) < 0.3, os.linesep.join(run.stdout for run in runs)
