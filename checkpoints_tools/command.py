@@ -13,6 +13,7 @@ from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.model_families.hf_config import UnsupportedModelError
 
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # of every GPU package that is absent
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\.")
 
 Item = TypeVar("Item")
 REPORT_INTERVAL_S = 2.0
