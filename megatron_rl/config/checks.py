@@ -12,6 +12,7 @@ from megatron_rl.config.algorithm_checks import check_algorithm
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
+from megatron_rl.config.resolve import derive_etp
 from megatron_rl.config.sections import (
     DataSection,
     ExperimentConfig,
@@ -81,7 +82,7 @@ def check_data(data: DataSection) -> Iterator[Problem]:
 
 def check_layout_sizes(layout: LayoutSection) -> Iterator[Problem]:
     """World size = tp * cp * dp * pp, and also etp * ep * expert_dp * pp."""
-    etp = layout.etp or 1
+    etp = derive_etp(layout)
     dense, expert = layout.tp * layout.cp * layout.pp, etp * layout.ep * layout.pp
     path = "trainer.layout.num_ranks"
     if layout.num_ranks % dense:

@@ -27,7 +27,14 @@ def resolve(config: ExperimentConfig) -> ExperimentConfig:
 
 def _resolve_layout(layout: LayoutSection) -> LayoutSection:
     dp = layout.num_ranks // (layout.tp * layout.cp * layout.pp) if layout.dp is None else layout.dp
-    return dataclasses.replace(layout, dp=dp, etp=1 if layout.etp is None else layout.etp)
+    return dataclasses.replace(layout, dp=dp, etp=derive_etp(layout))
+
+
+def derive_etp(layout: LayoutSection) -> int:
+    """Where experts are not spread (ep 1) they are split over TP, since Megatron reduces no gradient over their copies there."""
+    if layout.etp is not None:
+        return layout.etp
+    return layout.tp if layout.ep == 1 else 1
 
 
 def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> AlgorithmSection:

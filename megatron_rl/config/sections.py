@@ -214,7 +214,7 @@ class RolloutSection:
 
 @dataclass(frozen=True, slots=True)
 class LayoutSection:
-    """Megatron parallel sizes. `dp` None: num_ranks / (tp * cp * pp). `etp` None: 1 when experts exist."""
+    """Megatron parallel sizes. `dp` None: num_ranks / (tp * cp * pp). `etp` None: `tp` when `ep` is 1, else 1."""
 
     tp: int = 1
     pp: int = 1

@@ -48,9 +48,8 @@ def check_trainer_layout(dims: SizedModel, layout: ParallelLayout) -> list[tuple
         if dims.moe_ffn_size % layout.etp:
             problems.append(_not_divisible(base + "etp", layout.etp, "moe_intermediate_size", dims.moe_ffn_size))
     else:
-        for key, size in (("ep", layout.ep), ("etp", layout.etp)):
-            if size > 1:
-                problems.append((base + key, f"{size} but the model has no experts; set it to 1"))
+        if layout.ep > 1:
+            problems.append((base + "ep", f"{layout.ep} but the model has no experts; set it to 1"))
         if dims.ffn_size % layout.tp:
             problems.append(_not_divisible(base + "tp", layout.tp, "intermediate_size", dims.ffn_size))
     return problems

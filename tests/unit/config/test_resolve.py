@@ -70,3 +70,11 @@ def test_batch_equation() -> None:
         "-> microbatches of at most 500 tokens: 3 per rank if every sequence has all of its 120 tokens, else fewer,"
         " a multiple of pp 2",
     ]
+
+
+def test_experts_that_are_not_spread_are_split_over_tp() -> None:
+    """Megatron reduces no gradient over expert copies inside a TP group, so copies there must not arise."""
+    for tp, ep, expected in ((2, 1, 2), (2, 2, 1), (1, 1, 1), (4, 2, 1)):
+        layout = LayoutSection(tp=tp, ep=ep, num_ranks=4)
+        config = resolve(ExperimentConfig(trainer=TrainerSection(layout=layout)))
+        assert config.trainer.layout.etp == expected
