@@ -31,7 +31,7 @@ def _resolve_layout(layout: LayoutSection) -> LayoutSection:
 
 
 def derive_etp(layout: LayoutSection) -> int:
-    """Where experts are not spread (ep 1) they are split over TP, since Megatron reduces no gradient over their copies there."""
+    """Experts that are not spread (ep 1) are split over TP: Megatron reduces no gradient over copies there."""
     if layout.etp is not None:
         return layout.etp
     return layout.tp if layout.ep == 1 else 1

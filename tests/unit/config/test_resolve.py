@@ -34,7 +34,7 @@ def test_derived_values() -> None:
     assert resolved.algorithm.aggregation_constant == 20.0
     assert (resolved.rollout.embedded.max_context, resolved.rollout.embedded.dtype) == (130, "bf16")
     assert resolved.rollout.eval_sampling == SamplingSection(max_new_tokens=30)
-    assert (resolved.trainer.layout.dp, resolved.trainer.layout.etp) == (5, 1)
+    assert (resolved.trainer.layout.dp, resolved.trainer.layout.etp) == (5, 2)
     assert resolve(resolved) == resolved
 
 
