@@ -26,7 +26,7 @@ def policy_objective(algorithm: Algorithm, denominators: Denominators, policy_ve
         device = logprobs_T.device
 
         def on_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            return torch.tensor(array, device=device)  # a copy: what comes through shared memory is read-only
 
         def required(name: str) -> Tensor:
             if name not in microbatch.token_arrays:
@@ -61,7 +61,7 @@ def supervised_objective(denominators: Denominators) -> Objective:
     num_tokens = max(denominators.num_tokens, 1)
 
     def loss(microbatch: Microbatch, logprobs_T: Tensor, entropies_T: Tensor) -> LossOutput:
-        mask_T = torch.from_numpy(microbatch.loss_mask_T).to(logprobs_T.device)
+        mask_T = torch.tensor(microbatch.loss_mask_T, device=logprobs_T.device)
         negative_sum = -(logprobs_T * mask_T).sum()
         count = mask_T.sum()
         return LossOutput(
