@@ -51,6 +51,7 @@ class Cluster:
         address = section.ray_address or os.environ.get("RAY_ADDRESS")
         logging.getLogger("ray").setLevel(logging.ERROR)
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True, "logging_level": logging.ERROR}
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves the ranks beside any other work
         if address:
             options["address"] = address
         else:
