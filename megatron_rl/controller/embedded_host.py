@@ -16,7 +16,7 @@ async def start_embedded(setup: EngineSetup, number: int, interface: str) -> Sta
     """The torch engine in this process, with one receiver per tensor-parallel shard."""
     section = setup.section.embedded
     platform = select_platform(0)
-    platform.prepare_torch()
+    platform.prepare_torch(DTYPES[setup.dtype])
     torch.set_num_threads(section.num_threads)
     engine = EmbeddedEngine(
         setup.model.dims,

@@ -90,13 +90,16 @@ class PolicyWorker:
 
         Returns the metrics, averaged over the minibatches, on rank 0 and None elsewhere.
         """
-        algorithm = self._algorithm
-        if len(batch.minibatches) == 1:  # the policy has not moved yet: its own log-probs are the old ones
-            algorithm = replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
-        annotated = [self._annotate(minibatch.microbatches[0], algorithm.needs) for minibatch in batch.minibatches]
+        # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
+        first = replace(self._algorithm, needs=self._algorithm.needs - {"old_logprobs"})
+        algorithms = [first] + [self._algorithm] * (len(batch.minibatches) - 1)
+        annotated = [
+            self._annotate(minibatch.microbatches[0], algorithm.needs)
+            for minibatch, algorithm in zip(batch.minibatches, algorithms, strict=True)
+        ]
         steps = [
             self._trainer.train_minibatch(microbatches, minibatch.denominators, algorithm, policy_version=version)
-            for microbatches, minibatch in zip(annotated, batch.minibatches, strict=True)
+            for microbatches, minibatch, algorithm in zip(annotated, batch.minibatches, algorithms, strict=True)
         ]
         return mean_metrics(steps) if self._rank == 0 else None
 

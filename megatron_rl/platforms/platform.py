@@ -22,15 +22,12 @@ class Platform(Protocol):
     @property
     def backend(self) -> str: ...
 
-    def prepare_torch(self) -> None:
-        """Make torch compute as fast as this machine can. Calling again is harmless."""
+    def prepare_torch(self, dtype: torch.dtype) -> None:
+        """Make torch compute in `dtype` as fast as this machine can. Calling again is harmless."""
         ...
 
     def prepare_megatron(self) -> None:
-        """`prepare_torch`, and make Megatron-Core usable here.
-
-        Call it before anything of Megatron is built; calling again is harmless.
-        """
+        """Make Megatron-Core usable here. Call it before anything of it is built; calling again is harmless."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -53,12 +50,11 @@ class CpuPlatform:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "gloo"
 
-    def prepare_torch(self) -> None:
-        if lacks_bf16_units():
+    def prepare_torch(self, dtype: torch.dtype) -> None:
+        if dtype is torch.bfloat16 and lacks_bf16_units():
             enable_fp32_products_of_bf16()
 
     def prepare_megatron(self) -> None:
-        self.prepare_torch()
         enable_megatron_on_cpu()
 
     def seed(self, seed: int) -> None:
@@ -78,7 +74,7 @@ class CudaPlatform:
     device: torch.device
     backend: str = "nccl"
 
-    def prepare_torch(self) -> None:
+    def prepare_torch(self, dtype: torch.dtype) -> None:
         return
 
     def prepare_megatron(self) -> None:

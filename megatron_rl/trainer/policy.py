@@ -81,6 +81,7 @@ class PolicyTrainer:
         self.temperature = temperature
         self.uses_transformer_engine = uses_transformer_engine(trainer.layer_spec)
         torch_dtype = DTYPES[dtype]
+        platform.prepare_torch(torch_dtype)
         platform.seed(seed)
         self.config = TransformerConfig(
             **plan_transformer_config(
