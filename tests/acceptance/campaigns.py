@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_rl.controller.run_directory import git_revision
 from tests.e2e.runs import ROOT, Run, running
+from tests.slurm.cluster import SlurmCluster
 
 SEEDS = (1, 2, 3)
 QUICKSTART_LIMIT_S = 480.0
@@ -134,11 +135,39 @@ def smollm2() -> bool:
     return all(results)
 
 
+def slurm() -> bool:
+    """slurm/train.sbatch runs the quick start on two nodes of an emulated Slurm cluster to the same end."""
+    with SlurmCluster(num_nodes=2, cpus_per_node=2, gpus_per_node=0) as cluster:
+        directory = Path(cluster.shared) / "run"
+        started = time.monotonic()
+        job = cluster.submit(
+            [str(ROOT / "slurm/train.sbatch"), str(ROOT / "configs/quickstart.yaml"), f"run.directory={directory}",
+             "telemetry.progress=plain"],
+            MEGATRON_RL_VENV=str(Path(sys.executable).parent.parent),
+        )  # fmt: skip
+        result = cluster.wait(job, timeout_s=1800)
+        if result.exit_code != 0:
+            sys.exit(f"job failed with {result.exit_code}:\n{result.output[-3000:]}")
+        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        left = cluster.processes()
+    accuracies = {row["step"]: round(row["eval/accuracy"], 4) for row in rows if "eval/accuracy" in row}
+    figures = {
+        "command": "sbatch --nodes=2 slurm/train.sbatch configs/quickstart.yaml",
+        "seed": 1,
+        "revision": git_revision(),
+        "accuracies": accuracies,
+        "wall_s": round(time.monotonic() - started, 1),
+        "processes_left": left,
+    }
+    return report("slurm", figures, ends_above_080=accuracies[max(accuracies)] > 0.80, nothing_left=not left)
+
+
 CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "quickstart": quickstart,
     "quickstart_no_learning": quickstart_no_learning,
     "quickstart_sglang": quickstart_sglang,
     "smollm2": smollm2,
+    "slurm": slurm,
 }
 
 
