@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.model_families.declaration import ModelDims
+
 
 class UnsupportedModelError(ValueError):
     """A config.json that no family here can serve; the message is one line."""
@@ -43,3 +45,41 @@ def reject_features(config: Mapping[str, Any], allowed: Mapping[str, Any]) -> No
         found = config.get(key)
         if found is not None and found != value:
             raise UnsupportedModelError(f"config.json: {key} = {found!r} is not supported, only {value!r}")
+
+
+def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelDims` that every decoder family reads from the same keys."""
+    num_heads, hidden = required(config, "num_attention_heads"), required(config, "hidden_size")
+    return {
+        "num_layers": required(config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_heads": num_heads,
+        "num_kv_heads": optional(config, "num_key_value_heads", num_heads),
+        "head_dim": optional(config, "head_dim", hidden // num_heads),
+        "vocab_size": required(config, "vocab_size"),
+        "norm_epsilon": optional(config, "rms_norm_eps", 1e-6),
+        "rope_theta": rope_theta(config),
+        "tied_embeddings": optional(config, "tie_word_embeddings", False),
+        "bos_token_id": single_token(config, "bos_token_id"),
+        "eos_token_id": single_token(config, "eos_token_id"),
+    }
+
+
+def hf_decoder_keys(dims: ModelDims) -> dict[str, Any]:
+    """The config.json keys that every decoder family writes alike: the inverse of `decoder_fields`."""
+    return {
+        "hidden_act": "silu",
+        "num_hidden_layers": dims.num_layers,
+        "hidden_size": dims.hidden_size,
+        "num_attention_heads": dims.num_heads,
+        "num_key_value_heads": dims.num_kv_heads,
+        "head_dim": dims.head_dim,
+        "vocab_size": dims.vocab_size,
+        "intermediate_size": dims.ffn_size,
+        "rms_norm_eps": dims.norm_epsilon,
+        "rope_theta": dims.rope_theta,
+        "max_position_embeddings": dims.max_positions,
+        "tie_word_embeddings": dims.tied_embeddings,
+        "bos_token_id": dims.bos_token_id,
+        "eos_token_id": dims.eos_token_id,
+    }

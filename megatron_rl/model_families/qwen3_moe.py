@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.model_families.declaration import ModelDims, ModelFamily
-from megatron_rl.model_families.hf_config import optional, reject_features, required, rope_theta, single_token
+from megatron_rl.model_families.hf_config import decoder_fields, hf_decoder_keys, optional, reject_features, required
 from megatron_rl.model_families.transformer_rules import (
     ATTENTION,
     EMBEDDING_AND_HEAD,
@@ -17,27 +17,17 @@ from megatron_rl.model_families.transformer_rules import (
 
 
 def dims_from_hf(config: Mapping[str, Any]) -> ModelDims:
-    reject_features(config, {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1, "hidden_act": "silu"})
-    num_heads, hidden = required(config, "num_attention_heads"), required(config, "hidden_size")
+    only = {"attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1, "hidden_act": "silu"}
+    reject_features(config, only)
     return ModelDims(
-        num_layers=required(config, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=num_heads,
-        num_kv_heads=required(config, "num_key_value_heads"),
-        head_dim=optional(config, "head_dim", hidden // num_heads),
-        vocab_size=required(config, "vocab_size"),
+        **decoder_fields(config),
         ffn_size=optional(config, "intermediate_size", 0),
         num_experts=required(config, "num_experts"),
         top_k=required(config, "num_experts_per_tok"),
         moe_ffn_size=required(config, "moe_intermediate_size"),
-        norm_epsilon=optional(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
         max_positions=optional(config, "max_position_embeddings", 32768),
-        tied_embeddings=optional(config, "tie_word_embeddings", False),
         qk_norm=True,
         norm_topk_prob=optional(config, "norm_topk_prob", False),
-        bos_token_id=single_token(config, "bos_token_id"),
-        eos_token_id=single_token(config, "eos_token_id"),
     )
 
 
@@ -45,27 +35,14 @@ def hf_from_dims(dims: ModelDims) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
+        **hf_decoder_keys(dims),
         "attention_bias": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "num_hidden_layers": dims.num_layers,
-        "hidden_size": dims.hidden_size,
-        "num_attention_heads": dims.num_heads,
-        "num_key_value_heads": dims.num_kv_heads,
-        "head_dim": dims.head_dim,
-        "vocab_size": dims.vocab_size,
-        "intermediate_size": dims.ffn_size,
         "num_experts": dims.num_experts,
         "num_experts_per_tok": dims.top_k,
         "moe_intermediate_size": dims.moe_ffn_size,
-        "rms_norm_eps": dims.norm_epsilon,
-        "rope_theta": dims.rope_theta,
-        "max_position_embeddings": dims.max_positions,
-        "tie_word_embeddings": dims.tied_embeddings,
         "norm_topk_prob": dims.norm_topk_prob,
-        "bos_token_id": dims.bos_token_id,
-        "eos_token_id": dims.eos_token_id,
     }
 
 
