@@ -22,13 +22,18 @@ def dims_from_hf(config: Mapping[str, Any]) -> ModelDims:
     return ModelDims(
         **decoder_fields(config),
         ffn_size=optional(config, "intermediate_size", 0),
-        num_experts=required(config, "num_experts"),
+        num_experts=_num_experts(config),
         top_k=required(config, "num_experts_per_tok"),
         moe_ffn_size=required(config, "moe_intermediate_size"),
         max_positions=optional(config, "max_position_embeddings", 32768),
         qk_norm=True,
         norm_topk_prob=optional(config, "norm_topk_prob", False),
     )
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """`num_experts`, which transformers 5 writes as `num_local_experts`."""
+    return optional(config, "num_local_experts", None) or required(config, "num_experts")
 
 
 def hf_from_dims(dims: ModelDims) -> dict[str, Any]:

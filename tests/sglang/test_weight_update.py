@@ -66,8 +66,8 @@ def test_each_rank_opens_one_receiver_over_its_own_shard(running, receivers, loo
         channel.close()
         layer = "model.layers.1"
         assert params[f"{layer}.self_attn.qkv_proj.weight"] == [[(6 + 2 + 2) * 24 // 2, 96], "float32"]
-        assert params[f"{layer}.mlp.experts.w13_weight"] == [[7, 2 * 128 // 2, 96], "float32"]
-        assert params[f"{layer}.mlp.experts.w2_weight"] == [[7, 96, 128 // 2], "float32"]
+        assert params[f"{layer}.mlp.experts.w13_weight"] == [[8, 2 * 128 // 2, 96], "float32"]
+        assert params[f"{layer}.mlp.experts.w2_weight"] == [[8, 96, 128 // 2], "float32"]
         assert params["model.embed_tokens.weight"] == [[256 // 2, 96], "float32"]
 
 

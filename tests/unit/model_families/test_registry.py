@@ -74,6 +74,8 @@ def test_dims_survive_the_hf_config(name, tmp_path):
         modern = {key: value for key, value in config.items() if key != "rope_theta"}
         modern["rope_parameters"] = {"rope_type": "default", "rope_theta": dims.rope_theta}
         assert family.dims_from_hf(modern) == dims
+        written = transformers.AutoConfig.for_model(**config).to_dict()  # as transformers saves it
+        assert family.dims_from_hf(written) == dims
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,0 +1,41 @@
+"""After a sync a real SGLang server computes what a fresh load of the exported checkpoint computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_rl.model_families.registry import load_dims
+from tests.distributed.launch import run_distributed
+from tests.distributed.sync_walk import walk_sync
+from tests.sglang.conftest import TP_SIZE
+
+pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [(2, [{"tp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]), (4, [{"tp": 2, "ep": 2, "dp": 2}])],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_the_server_equals_a_fresh_load(running, tiny_model, world_size, layouts):
+    family, dims = load_dims(tiny_model.folder)
+    gaps = run_distributed(
+        walk_sync,
+        world_size,
+        timeout_s=300,
+        dims=dataclasses.asdict(dims),
+        family=family.name,
+        layouts=layouts,
+        engine={
+            "kind": "sglang",
+            "tp": TP_SIZE,
+            "url": running.server.url,
+            "key_file": str(running.work_dir / "keys.yaml"),
+            "receiver_dir": str(running.receiver_dir),
+        },
+        key_hex=running.receiver_key.hex(),
+    )[0]
+    assert len(gaps) == len(layouts)
+    assert max(gaps.values()) < 1e-3, gaps
