@@ -12,8 +12,8 @@ from tests.distributed.sync_walk import walk_sync
 
 pytestmark = pytest.mark.distributed
 
-TWO_RANKS = [{"tp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]
-FOUR_RANKS = [{"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "pp": 2, "virtual_pp": 2}]
+TWO_RANKS = [{"tp": 2, "etp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]
+FOUR_RANKS = [{"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "etp": 2, "pp": 2, "virtual_pp": 2}]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 
 @pytest.mark.parametrize(
     ("world_size", "layouts"),
-    [(2, [{"tp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]), (4, [{"tp": 2, "ep": 2, "dp": 2}])],
+    [(2, [{"tp": 2, "etp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]), (4, [{"tp": 2, "ep": 2, "dp": 2}])],
     ids=["2 ranks", "4 ranks"],
 )
 def test_the_server_equals_a_fresh_load(running, tiny_model, world_size, layouts):
