@@ -55,8 +55,10 @@ class Cluster:
         if address:
             options["address"] = address
         else:
-            # Logical CPUs: the actors take turns on whatever cores there are.
-            options |= {"num_cpus": plan.num_cpus, "include_dashboard": False, "object_store_memory": 256 * 1024**2}
+            # "local": whatever cluster this machine last saw is not ours. Logical CPUs: the actors take turns on whatever
+            # cores there are.
+            options |= {"address": "local", "num_cpus": plan.num_cpus}
+            options |= {"include_dashboard": False, "object_store_memory": 256 * 1024**2}
         ray.init(**options)
         self._group: PlacementGroup = placement_group(list(plan.bundles), strategy="PACK")
         if not self._group.wait(section.start_timeout_s):

@@ -31,7 +31,11 @@ def free_ports(count: int) -> list[int]:
 def head():
     """A Ray head with its dashboard, as `ray start` makes one; gives its environment and the dashboard's address."""
     port, dashboard = free_ports(2)
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # a head on its own has nobody to drain to
+    }
     command = [
         RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4",
         "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
@@ -53,6 +57,7 @@ def head():
             process.wait(timeout=45)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=10)
 
 
 def test_the_ranks_are_actors_in_rays_own_listing(head, tmp_path):
