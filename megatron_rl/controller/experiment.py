@@ -58,15 +58,16 @@ class Experiment:
     async def execute(self) -> None:
         """Run to the end, or until a signal; leaves no process behind either way."""
         config = self._config
-        data = build_data(config.data, config.run.num_eval_prompts, self._tokenizer)
-        self.directory.create(dump_yaml(config), overwrite=config.run.overwrite)
         with cancelled_by_signals() as arm_signals:
+            data = build_data(config.data, config.run.num_eval_prompts, self._tokenizer)
+            self.directory.create(dump_yaml(config), overwrite=config.run.overwrite)
             await self._run(data, arm_signals)
 
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
         engines_per = self._engine_layout.tp
         plan = plan_bundles(config.cluster, self._layout.world_size, config.rollout.num_engines, engines_per)
+        logger.info("starting %d processes", len(plan.bundles))
         cluster = await _open_cluster(config.cluster, plan)
         arm_signals()  # Ray has put a handler of its own over ours
         telemetry = build_telemetry(config.telemetry, self.directory.path, config.run.num_steps, sys.stderr)

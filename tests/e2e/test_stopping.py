@@ -36,7 +36,7 @@ def test_a_signal_in_any_phase_stops_everything(tmp_path, phase, number, overrid
 
 def test_a_signal_while_starting_stops_everything(tmp_path):
     with running(tmp_path / "run", "configs/quickstart.yaml", *SMALL) as run:
-        run.wait_for("prompts of", 60)  # the data are read; Ray starts next
+        run.wait_for("starting 2 processes", 60)
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait(90) == 130, run.output[-4000:]
         run.check_nothing_left()
