@@ -15,7 +15,7 @@ from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
 from megatron_rl.controller.actors import EngineActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
-from megatron_rl.controller.loop import TrainingLoop
+from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
@@ -25,6 +25,7 @@ from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.resharding.execute import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rewards.registry import load_reward
 from megatron_rl.rollout.collector import Collector, Scorer
@@ -35,8 +36,6 @@ from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
-
-
 
 
 class UnservedError(ValueError):
@@ -75,11 +74,7 @@ class Experiment:
         try:
             trainers = self._create_trainers(cluster)
             engines += self._create_engines(cluster)
-            async with asyncio.timeout(config.cluster.start_timeout_s):
-                _, starts = await asyncio.gather(
-                    trainers.start(), asyncio.gather(*(engine.start() for engine in engines))
-                )
-            addresses = [address for start in starts for address in start]
+            addresses = await self._start(trainers, engines)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
@@ -94,6 +89,19 @@ class Experiment:
             await _stop_all(engines)
             cluster.close()
             telemetry.close()
+
+    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> list[Address]:
+        """Start everything side by side; the receivers' addresses, engine by engine."""
+        limit_s = self._config.cluster.start_timeout_s
+        scope = asyncio.timeout(limit_s)
+        try:
+            async with scope:
+                _, starts = await asyncio.gather(trainers.start(), asyncio.gather(*(engine.start() for engine in engines)))
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
+        return [address for start in starts for address in start]
 
     def _training_loop(
         self,
