@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -68,47 +69,38 @@ def bucketed(ops: Iterator[TransferOp], max_elements: int) -> Iterator[list[Tran
 
 def describe_receiver(address: Address, key: bytes, timeout_s: float) -> dict[str, tuple[tuple[int, ...], str]]:
     """Names, shapes and dtypes of what a receiver would write into."""
-    channel = connect(*address, key, timeout_s)
-    try:
-        params = channel.ask({"kind": "describe"})["params"]
-    finally:
-        channel.close()
+    params = _ask(address, key, timeout_s, {"kind": "describe"})["params"]
     return {name: (tuple(shape), dtype) for name, (shape, dtype) in params.items()}
 
 
 def begin_receive(address: Address, key: bytes, timeout_s: float, *, version: int, sources: Sequence[int]) -> None:
     """Tell a receiver which version comes, and from which trainer ranks."""
-    channel = connect(*address, key, timeout_s)
-    try:
-        channel.ask({"kind": "begin", "version": version, "sources": list(sources)})
-    finally:
-        channel.close()
+    _ask(address, key, timeout_s, {"kind": "begin", "version": version, "sources": list(sources)})
 
 
 def finish_receive(address: Address, key: bytes, timeout_s: float, *, version: int, target_rank: int) -> ShardDigest:
     """What a receiver has written for `version`. Raises ChannelError when a sender did not come to its end."""
-    channel = connect(*address, key, timeout_s)
-    try:
-        answer = channel.ask({"kind": "finish", "version": version})
-    finally:
-        channel.close()
+    answer = _ask(address, key, timeout_s, {"kind": "finish", "version": version})
     digests = {int(source): digest for source, digest in answer["digests"].items()}
     return ShardDigest(target_rank=target_rank, num_elements=answer["num_elements"], digests=digests)
 
 
+def _ask(address: Address, key: bytes, timeout_s: float, question: dict[str, Any]) -> dict[str, Any]:
+    """One question on a connection of its own."""
+    channel = connect(*address, key, timeout_s)
+    try:
+        return channel.ask(question)
+    finally:
+        channel.close()
+
+
 def _split_rows(op: TransferOp, max_rows: int) -> Iterator[TransferOp]:
     for start in range(0, op.num_rows, max_rows):
-        yield TransferOp(
-            source_rank=op.source_rank,
-            source=op.source,
+        yield replace(
+            op,
             source_row=op.source_row + start,
-            source_col=op.source_col,
-            target_rank=op.target_rank,
-            target=op.target,
             target_row=op.target_row + start,
-            target_col=op.target_col,
             num_rows=min(max_rows, op.num_rows - start),
-            num_cols=op.num_cols,
         )
 
 

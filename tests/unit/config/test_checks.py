@@ -110,7 +110,7 @@ def test_refused(path: Path, overrides: str, key_path: str, reason: str) -> None
     ],
 )
 def test_accepted(path: Path, overrides: str) -> None:
-    load_experiment(path, [overrides])
+    assert not list(check_experiment(load_experiment(path, [overrides]).config))
 
 
 def test_every_range_names_a_number_that_exists() -> None:
