@@ -55,11 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
 def next_steps(directory: Path, config: str) -> str:
     """What a person reads at the end of a run."""
+    programs = Path(sys.executable).parent  # this environment need not be on the PATH
     return (
         f"\ndone: everything is in {directory}\n"
-        f"  tensorboard --logdir {directory}/tensorboard     the curves and sample texts\n"
+        f"  {programs}/tensorboard --logdir {directory}/tensorboard     the curves and sample texts\n"
         f"  less {directory}/rollouts/step-000001.jsonl      what the model wrote, step by step\n"
-        f"  megatron-rl train {config} run.name=tp2 trainer.layout.ep=1 trainer.layout.tp=2     another layout"
+        f"  {programs}/megatron-rl train {config} run.name=tp2 trainer.layout.ep=1 trainer.layout.tp=2     another layout"
     )
 
 
