@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.config.load import LoadedExperiment, load_experiment
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
-from megatron_rl.controller.experiment import Experiment, UnservedError, engine_layout, trainer_layout
+from megatron_rl.controller.experiment import Experiment, engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
 from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
 from megatron_rl.controller.placement import PlacementError
@@ -28,7 +28,7 @@ from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.sglang.errors import EngineDeadError, EngineReplyError
 
-PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError, UnservedError)
+PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError)
 """What a person can mend: one line, exit code 2."""
 RUN_FAILURES = (
     *(ActorDiedError, EngineDeadError, EngineReplyError, SyncError),

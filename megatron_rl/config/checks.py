@@ -14,10 +14,13 @@ from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.resolve import derive_etp
 from megatron_rl.config.sections import (
+    AlgorithmSection,
+    CriticSection,
     DataSection,
     ExperimentConfig,
     LayoutSection,
     ModelSection,
+    OptimizerSection,
     RolloutSection,
     RunSection,
     TrainerSection,
@@ -33,7 +36,8 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_rollout(config.rollout, config.data)
-    problems += check_optimizer(config.trainer)
+    problems += check_optimizer(config.trainer.optimizer, "trainer.optimizer")
+    problems += check_critic(config.critic, config.algorithm)
     return problems
 
 
@@ -130,8 +134,16 @@ def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Proble
         yield "rollout.sglang.receiver_dirs", reason
 
 
-def check_optimizer(trainer: TrainerSection) -> Iterator[Problem]:
-    optimizer = trainer.optimizer
+def check_optimizer(optimizer: OptimizerSection, path: str) -> Iterator[Problem]:
     if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
         reason = f"expected at most learning_rate {optimizer.learning_rate:g}, got {optimizer.min_learning_rate:g}"
-        yield "trainer.optimizer.min_learning_rate", reason
+        yield f"{path}.min_learning_rate", reason
+
+
+def check_critic(critic: CriticSection, algorithm: AlgorithmSection) -> Iterator[Problem]:
+    yield from check_optimizer(critic.optimizer, "critic.optimizer")
+    if critic.pretraining.optimizer is not None:
+        yield from check_optimizer(critic.pretraining.optimizer, "critic.pretraining.optimizer")
+    if critic.path is not None and algorithm.advantage != "gae":
+        reason = f"advantage {algorithm.advantage} has no critic; remove it or set algorithm.advantage=gae"
+        yield "critic.path", reason

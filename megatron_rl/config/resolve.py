@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.sections import AlgorithmSection, ExperimentConfig, LayoutSection, RolloutSection
+from megatron_rl.config.sections import AlgorithmSection, CriticSection, ExperimentConfig, LayoutSection, RolloutSection
 from megatron_rl.config.yaml_tree import dump_plain
 
 
@@ -22,6 +22,7 @@ def resolve(config: ExperimentConfig) -> ExperimentConfig:
         algorithm=_resolve_algorithm(config.algorithm, config.rollout.sampling.max_new_tokens),
         rollout=_resolve_rollout(config.rollout, config.data.max_prompt_tokens, config.model.dtype),
         trainer=dataclasses.replace(config.trainer, layout=_resolve_layout(config.trainer.layout)),
+        critic=_resolve_critic(config.critic, config.trainer.inner_epochs),
     )
 
 
@@ -42,6 +43,10 @@ def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> Algo
     if algorithm.aggregation != "seq-mean-token-sum-norm" or algorithm.aggregation_constant is not None:
         return algorithm
     return dataclasses.replace(algorithm, aggregation_constant=float(max_new_tokens))
+
+
+def _resolve_critic(critic: CriticSection, inner_epochs: int) -> CriticSection:
+    return critic if critic.inner_epochs is not None else dataclasses.replace(critic, inner_epochs=inner_epochs)
 
 
 def _resolve_rollout(rollout: RolloutSection, max_prompt_tokens: int, dtype: Any) -> RolloutSection:

@@ -134,15 +134,13 @@ class AlgorithmSection:
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
     advantage_epsilon: float = 1e-6
     advantage_ddof: int = 1
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "aipo"] = (
-        "gspo"
-    )
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "aipo"] = "gspo"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     dual_clip: float | None = None
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "seq-mean-token-mean"
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "seq-mean-token-mean"
+    )
     aggregation_constant: float | None = None
     """The constant of seq-mean-token-sum-norm (Dr. GRPO): usually rollout.sampling.max_new_tokens."""
     entropy_coefficient: float = 0.0
@@ -154,6 +152,9 @@ class AlgorithmSection:
     lambda_critic: float = 1.0
     lambda_alpha: float | None = None
     """Length-adaptive lambda 1 - 1/(alpha l) (VAPO); None: `lambda_actor`."""
+    whiten_advantages: bool = True
+    """Advantages per token (gae; reinforce_pp with a discount or a KL in the reward) get mean 0 and variance 1 over all
+    tokens of the step."""
     positive_nll_coefficient: float = 0.0
     skip_zero_variance_groups: bool = False
     """Leave groups whose samples all got one reward out of the batch (they carry no policy gradient)."""
@@ -281,6 +282,39 @@ class TrainerSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuePretrainingSection:
+    """Steps of the critic alone, on rollouts of the policy as it is before RL; `num_steps` 0 is off.
+
+    Targets are Monte-Carlo returns (lambda 1). It ends after `num_steps`, or before that when the values explain
+    `explained_variance` of the variance of returns that they were not trained on yet.
+    """
+
+    num_steps: int = 0
+    explained_variance: float | None = None
+    """None: no early end."""
+    optimizer: OptimizerSection | None = None
+    """None: as `critic.optimizer`, at a constant rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSection:
+    """The value model of algorithms that need values (advantage gae); unused by others.
+
+    It has the policy's decoder with a scalar head, and takes turns with the policy on the trainer's ranks.
+    """
+
+    path: str | None = None
+    """A reward model's Hugging Face folder (the policy's architecture with `score.weight`); None: the policy's weights at
+    the beginning of RL and a head of zeros."""
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(learning_rate=2e-6))
+    value_clip: float | None = 0.5
+    """How far a value may move from the one before the step; None: off."""
+    inner_epochs: int | None = None
+    """Passes over the batch of a step; None: as `trainer.inner_epochs`."""
+    pretraining: ValuePretrainingSection = field(default_factory=ValuePretrainingSection)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncSection:
     """Weight sync from trainer to engines."""
 
@@ -327,6 +361,7 @@ class ExperimentConfig:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     sync: SyncSection = field(default_factory=SyncSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

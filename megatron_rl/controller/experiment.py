@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
@@ -38,17 +38,13 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
 
 
-class UnservedError(ValueError):
-    """A setting that is valid but that this version cannot run; the message is one line."""
-
-
 class Experiment:
     """One run. `execute` builds, trains and cleans up; it raises what stopped it, after everything is down."""
 
     def __init__(self, config: ExperimentConfig, model: ModelSetup, tokenizer: Tokenizer) -> None:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._algorithm = build_algorithm(config.algorithm)
-        check_algorithm_is_served(self._algorithm)
+        self._critic = config.critic if "values" in self._algorithm.needs else None
         self._layout = trainer_layout(config)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
@@ -79,9 +75,7 @@ class Experiment:
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
             )  # fmt: skip
-            weight_sync = WeightSync(
-                self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
-            )
+            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, config.sync)
             await self._training_loop(data, engines, trainers, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers)
@@ -117,6 +111,7 @@ class Experiment:
         return TrainingLoop(
             config.run,
             config.trainer,
+            self._critic,
             self._sampling(config.rollout.sampling),
             self._sampling(config.rollout.eval_sampling),
             data=data,
@@ -136,6 +131,7 @@ class Experiment:
             model=self._model,
             dtype=config.model.dtype,
             section=config.trainer,
+            critic=self._critic,
             algorithm=config.algorithm,
             sync=config.sync,
             layout=self._layout,
@@ -221,15 +217,6 @@ async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
     except asyncio.CancelledError:
         (await opening).close()
         raise
-
-
-def check_algorithm_is_served(algorithm: Algorithm) -> None:
-    """Raises UnservedError for advantages that are made per token on the trainer ranks, which nothing annotates yet."""
-    if algorithm.has_token_advantages:
-        raise UnservedError(
-            f"algorithm.name={algorithm.name}: advantages per token (advantage gae, gamma below 1, kl.placement reward) need "
-            "a value model or token rewards, which this version does not train with; use grpo, gspo, dapo, dr_grpo or rloo"
-        )
 
 
 def trainer_layout(config: ExperimentConfig) -> ParallelLayout:

@@ -91,6 +91,13 @@ class TrainerGroup:
     async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
         return await self._on_shares("sft_step", batch)
 
+    async def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
+        await self._all("begin_critic_phase", section, num_optimizer_steps)
+
+    async def value_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Train the critic alone; metrics over all ranks."""
+        return await self._on_shares("value_step", batch)
+
     async def send_weights(self, addresses: Sequence[Address], dtype: str, version: int) -> list[ShardDigest]:
         sent = await self._all("send_weights", list(addresses), self._key, dtype, version)
         return [digest for digests in sent for digest in digests]

@@ -84,11 +84,21 @@ def test_packing_and_recompute_change_nothing(oracle: list[dict[str, Any]]) -> N
         assert not compare(case, result, oracle[0])
 
 
+def test_the_value_of_a_token_does_not_see_it(oracle: list[dict[str, Any]]) -> None:
+    """Values are token-aligned: the first has no state before it, all others differ from their neighbours."""
+    for values in oracle[0]["values"].values():
+        assert values[0] == 0
+        assert len(set(values)) == len(values)
+
+
 def test_training_moves(oracle: list[dict[str, Any]]) -> None:
     for steps in oracle[0]["steps"].values():
         losses = [step["loss/total"] for step in steps]
         assert losses[1] < losses[0]
         assert all(step["grad_norm"] > 0.01 for step in steps)
+    values = [step["loss/value"] for step in oracle[0]["steps"]["vapo"]]
+    assert values[2] < values[1] < values[0]
+    assert 0 < oracle[0]["steps"]["vapo"][2]["loss/value_clip_fraction"] < 1
 
 
 def test_two_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
@@ -104,12 +114,13 @@ def check(family: str, world_size: int, cases: list[dict[str, Any]], expected: d
     by_rank = run_distributed(walk_layouts, world_size, timeout_s=120 + 40 * len(cases), family=family, cases=cases)
     wrong: list[str] = []
     for index, case in enumerate(cases):
-        logprobs: dict[str, list[float]] = {}
+        together: dict[str, Any] = {"steps": by_rank[0][index]["steps"], "logprobs": {}, "values": {}}
         for results in by_rank:
-            logprobs |= results[index]["logprobs"]
+            for name in ("logprobs", "values"):
+                together[name] |= results[index][name]
             if results[index]["steps"] != by_rank[0][index]["steps"]:
                 wrong.append(f"{case['name']}: ranks report different metrics")
-        wrong += compare(case, {"steps": by_rank[0][index]["steps"], "logprobs": logprobs}, expected)
+        wrong += compare(case, together, expected)
     assert not wrong, "\n".join(wrong)
 
 
@@ -117,17 +128,27 @@ def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, An
     """What differs between a case and the oracle, in words."""
     gradient_tolerance = 1e-4 if case["layout"].get("cp", 1) > 1 else 1e-5
     wrong = []
-    if sorted(result["logprobs"]) != sorted(expected["logprobs"]):
-        return [f"{case['name']}: log-probs of {sorted(result['logprobs'])}, expected {sorted(expected['logprobs'])}"]
-    gaps = [
-        np.abs(np.subtract(result["logprobs"][member], logprobs)).max() for member, logprobs in expected["logprobs"].items()
-    ]
-    if max(gaps) > 2e-5:
-        wrong.append(f"{case['name']}: log-probs differ by up to {max(gaps):.2e}")
-    tolerances = {"loss/total": 1e-5, "loss/entropy": 1e-5, "grad_norm": gradient_tolerance}
+    for what, tolerance in {"logprobs": 2e-5, "values": 1e-5}.items():
+        mine, theirs = result[what], expected[what]
+        if sorted(mine) != sorted(theirs):
+            return [f"{case['name']}: {what} of {sorted(mine)}, expected {sorted(theirs)}"]
+        gap = max(np.abs(np.subtract(mine[member], scores)).max() for member, scores in theirs.items())
+        if gap > tolerance:
+            wrong.append(f"{case['name']}: {what} differ by up to {gap:.2e}")
+    tolerances = {
+        "loss/total": 1e-5,
+        "loss/entropy": 1e-5,
+        "grad_norm": gradient_tolerance,
+        "loss/value": 1e-5,
+        "loss/value_clip_fraction": 1e-5,
+        "loss/explained_variance": 1e-5,
+        "critic/grad_norm": gradient_tolerance,
+    }
     for name, steps in expected["steps"].items():
         for number, (mine, theirs) in enumerate(zip(result["steps"][name], steps, strict=True)):
             for metric, tolerance in tolerances.items():
+                if metric not in theirs:  # GSPO has no critic
+                    continue
                 if mine[metric] != pytest.approx(theirs[metric], rel=tolerance, abs=tolerance * 0.1):
                     wrong.append(f"{case['name']}, {name}, step {number}: {metric} {mine[metric]}, expected {theirs[metric]}")
     return wrong

@@ -83,6 +83,17 @@ def test_the_example_is_sound(path: Path) -> None:
         ("algorithm.correction.high=2", "algorithm.correction.kind", "none takes no bounds"),
         ("algorithm.correction={kind: icepop, low: 5, high: 0.5}", "algorithm.correction.low", "below high 0.5, got 5"),
         ("algorithm={loss: aipo, correction: {kind: tis}}", "algorithm.correction.kind", "expected none, got tis"),
+        ("critic.optimizer.learning_rate=-1", "critic.optimizer.learning_rate", "at least 0, got -1"),
+        ("critic.value_clip=0", "critic.value_clip", "above 0, got 0"),
+        ("critic.inner_epochs=0", "critic.inner_epochs", "at least 1, got 0"),
+        ("critic.pretraining.explained_variance=1", "critic.pretraining.explained_variance", "below 1, got 1"),
+        ("critic.pretraining.optimizer.beta1=1", "critic.pretraining.optimizer.beta1", "below 1, got 1"),
+        ("critic.path=reward/model", "critic.path", "advantage grpo has no critic"),
+        (
+            "critic.optimizer={schedule: linear, learning_rate: 1e-6, min_learning_rate: 1e-5}",
+            "critic.optimizer.min_learning_rate",
+            "at most learning_rate 1e-06",
+        ),
         ("trainer.optimizer.beta2=1", "trainer.optimizer.beta2", "below 1, got 1"),
         (
             "trainer.optimizer={schedule: cosine, learning_rate: 1e-6, min_learning_rate: 1e-5}",
