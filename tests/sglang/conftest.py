@@ -6,7 +6,9 @@ import asyncio
 import os
 import secrets
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -107,17 +109,17 @@ def loop():
         yield runner.run
 
 
-@pytest.fixture(scope="session")
-def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
-    directory = tmp_path_factory.mktemp("engine")
+@contextmanager
+def started(model: TinyModel, directory: Path, tp_size: int, loop) -> Iterator[Running]:
+    """A server of `tp_size` ranks with all its files in `directory`; stopped at the end."""
     receiver_key = secrets.token_bytes(32)
     create_receiver_dir(directory / "receivers", receiver_key)
     engine = start_engine(
-        "shared",
-        SECTION,
+        f"tp{tp_size}",
+        replace(SECTION, tp_size=tp_size),
         EnginePlace(cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
         python=sys.executable,
-        model_path=str(tiny_model.folder),
+        model_path=str(model.folder),
         dtype="fp32",
         max_context=MAX_CONTEXT,
         receiver_dir=directory / "receivers",
@@ -128,6 +130,12 @@ def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loo
         yield Running(engine, engine.server, directory / "receivers", receiver_key)
     finally:
         loop(engine.close())
+
+
+@pytest.fixture(scope="session")
+def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
+    with started(tiny_model, tmp_path_factory.mktemp("engine"), TP_SIZE, loop) as server:
+        yield server
 
 
 @pytest.fixture
