@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
 from megatron_rl.resharding.execute import Address
@@ -27,10 +28,15 @@ class EngineHost:
         self._setup, self._number, self._interface = setup, number, interface
         self._started: StartedEngine | None = None
 
-    async def start(self) -> list[Address]:
-        """Build the engine; returns the receiver of each of its ranks."""
+    async def free_address(self) -> Address:
+        """This node's interface and a port that is free on it, where the nodes of an engine meet."""
+        return free_address(self._interface)
+
+    async def start(self, meeting: str | None) -> list[Address]:
+        """Build the engine; returns the receiver of each of its ranks. `meeting`: see `start_sglang`."""
         module, function = ENGINES[self._setup.section.engine].split(":")
-        self._started = await getattr(importlib.import_module(module), function)(self._setup, self._number, self._interface)
+        start = getattr(importlib.import_module(module), function)
+        self._started = await start(self._setup, self._number, self._interface, meeting)
         assert self._started is not None
         return self._started.addresses
 

@@ -172,9 +172,17 @@ def slurm() -> bool:
 
 def sglang_tp1() -> bool:
     """Weights of four trainer layouts arrive in a real SGLang server of one rank (the first tier has TP 2)."""
-    test = "tests/sglang/test_weights_arrive.py::test_a_server_of_one_rank_equals_a_fresh_load"
-    status = pytest.main(["-q", "-s", "-m", "slow", "--import-mode=importlib", str(ROOT / test)])
-    return report("sglang_tp1", {"revision": git_revision()}, passed=status == 0)
+    return _slow_tests("sglang_tp1", "tests/sglang/test_weights_arrive.py")
+
+
+def sglang_places() -> bool:
+    """Whole runs on an SGLang engine over two nodes (one of which dies, too) and on one that was started elsewhere."""
+    return _slow_tests("sglang_places", "tests/sglang/test_whole_runs.py")
+
+
+def _slow_tests(name: str, path: str) -> bool:
+    status = pytest.main(["-v", "-s", "-m", "slow", "--import-mode=importlib", str(ROOT / path)])
+    return report(name, {"revision": git_revision()}, passed=status == 0)
 
 
 CAMPAIGNS: dict[str, Callable[[], bool]] = {
@@ -184,6 +192,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "smollm2": smollm2,
     "slurm": slurm,
     "sglang_tp1": sglang_tp1,
+    "sglang_places": sglang_places,
 }
 
 

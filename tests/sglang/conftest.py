@@ -8,8 +8,9 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.config.sections import SglangSection
 from megatron_rl.rollout.sglang.engine import SglangEngine
-from megatron_rl.rollout.sglang.launch_args import EnginePlace
+from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel
 from megatron_rl.rollout.sglang.process import SglangServer
 from megatron_rl.rollout.sglang.receiver_dir import create_receiver_dir
 from megatron_rl.rollout.sglang.start import start_engine
@@ -110,18 +111,17 @@ def loop():
 
 
 @contextmanager
-def started(model: TinyModel, directory: Path, tp_size: int, loop) -> Iterator[Running]:
-    """A server of `tp_size` ranks with all its files in `directory`; stopped at the end."""
+def started(
+    model: Path, directory: Path, section: SglangSection, loop, load_format: Literal["auto", "dummy"] = "auto"
+) -> Iterator[Running]:
+    """A server of the model folder with all its files in `directory`; stopped at the end."""
     receiver_key = secrets.token_bytes(32)
     create_receiver_dir(directory / "receivers", receiver_key)
     engine = start_engine(
-        f"tp{tp_size}",
-        replace(SECTION, tp_size=tp_size),
+        f"tp{section.tp_size}",
+        section,
         EnginePlace(cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
-        python=sys.executable,
-        model_path=str(model.folder),
-        dtype="fp32",
-        max_context=MAX_CONTEXT,
+        ServedModel(sys.executable, str(model), "fp32", MAX_CONTEXT, load_format),
         receiver_dir=directory / "receivers",
         log_path=directory / "server.log",
         on_progress=print,
@@ -134,7 +134,7 @@ def started(model: TinyModel, directory: Path, tp_size: int, loop) -> Iterator[R
 
 @pytest.fixture(scope="session")
 def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
-    with started(tiny_model, tmp_path_factory.mktemp("engine"), TP_SIZE, loop) as server:
+    with started(tiny_model.folder, tmp_path_factory.mktemp("engine"), SECTION, loop) as server:
         yield server
 
 

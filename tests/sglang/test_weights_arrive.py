@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.model_families.registry import load_dims
 from tests.distributed.launch import run_distributed
 from tests.distributed.sync_walk import walk_sync
-from tests.sglang.conftest import TP_SIZE, started
+from tests.sglang.conftest import SECTION, TP_SIZE, started
 
 LAYOUTS = [(2, [{"tp": 2, "etp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]), (4, [{"tp": 2, "ep": 2, "dp": 2}])]
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
@@ -26,7 +27,7 @@ def test_the_server_equals_a_fresh_load(running, tiny_model, world_size, layouts
 
 @pytest.mark.slow
 def test_a_server_of_one_rank_equals_a_fresh_load(tiny_model, tmp_path, loop):
-    with started(tiny_model, tmp_path, 1, loop) as server:
+    with started(tiny_model.folder, tmp_path, replace(SECTION, tp_size=1), loop) as server:
         for world_size, layouts in LAYOUTS:
             check(server, tiny_model, world_size, layouts, 1)
 
