@@ -11,6 +11,7 @@ import ray
 
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.batcher import share_of
+from megatron_rl.controller.request_stream import RequestStream
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.resharding.execute import Address
 from megatron_rl.types.layout import ParallelLayout
@@ -41,12 +42,13 @@ class RemoteEngine:
 
     def __init__(self, actor: Any, name: str, logs: str) -> None:
         self._actor, self._name, self._logs = actor, name, logs
+        self._stream = RequestStream(lambda *batch: self._call("exchange", *batch))
 
     async def start(self) -> list[Address]:
         return [tuple(address) for address in await self._call("start")]
 
     async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
-        return await self._call("generate", request)
+        return await self._stream.generate(request)
 
     async def pause(self, mode: str) -> None:
         await self._call("pause", mode)
