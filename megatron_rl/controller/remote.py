@@ -11,6 +11,7 @@ import ray
 
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.batcher import share_of
+from megatron_rl.controller.request_stream import RequestStream
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.resharding.execute import Address
 from megatron_rl.types.layout import ParallelLayout
@@ -43,6 +44,7 @@ class RemoteEngine:
         self._actor, self._name, self._logs = actor, name, logs
         self._nodes = nodes
         self._watches: list[asyncio.Future[None]] = []
+        self._stream = RequestStream(lambda *batch: self._call("exchange", *batch))
 
     async def start(self) -> list[Address]:
         """Start the engine on all its nodes; the receivers of its ranks. From here on the death of a node fails calls."""
@@ -57,7 +59,7 @@ class RemoteEngine:
         return [tuple(address) for address in addresses]
 
     async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
-        return await self._call("generate", request)
+        return await self._stream.generate(request)
 
     async def pause(self, mode: str) -> None:
         await self._call("pause", mode)

@@ -27,7 +27,7 @@ def test_the_server_equals_a_fresh_load(running, tiny_model, world_size, layouts
 
 @pytest.mark.slow
 def test_a_server_of_one_rank_equals_a_fresh_load(tiny_model, tmp_path, loop):
-    with started(tiny_model.folder, tmp_path, replace(SECTION, tp_size=1), loop) as server:
+    with started(tiny_model.folder, tmp_path, dataclasses.replace(SECTION, tp_size=1), loop) as server:
         for world_size, layouts in LAYOUTS:
             check(server, tiny_model, world_size, layouts, 1)
 
