@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.config.load import LoadedExperiment, load_experiment
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
-from megatron_rl.controller.experiment import Experiment, engine_layout, trainer_layout
+from megatron_rl.controller.experiment import Experiment, engine_layout, megatron_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
 from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
 from megatron_rl.controller.placement import PlacementError
@@ -83,7 +83,9 @@ def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: Model
     """Refuse sizes that the model does not divide into. Raises ConfigError with file and line."""
     kind = config.rollout.engine
     tp = engine_layout(config.rollout).tp
-    loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config)))
+    loaded.provenance.reject(check_trainer_layout(model.dims, megatron_layout(config.trainer.layout)))
+    if config.critic.layout is not None:
+        loaded.provenance.reject(check_trainer_layout(model.dims, megatron_layout(config.critic.layout), "critic.layout"))
     loaded.provenance.reject(check_engine_layout(model.dims, tp, f"rollout.{kind}.tp_size"))
 
 

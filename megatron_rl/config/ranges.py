@@ -40,6 +40,10 @@ SHARE = Range(0, 1)
 DECAY = Range(0, 1, open_high=True)
 
 
+def _layout_ranges(path: str) -> dict[str, Range]:
+    return {f"{path}.{axis}": COUNT for axis in ("tp", "pp", "virtual_pp", "cp", "ep", "etp", "dp", "num_ranks")}
+
+
 def _optimizer_ranges(path: str) -> dict[str, Range]:
     return {
         f"{path}.learning_rate": NOT_NEGATIVE,
@@ -97,14 +101,7 @@ RANGES: Mapping[str, Range] = {
     "rollout.sglang.num_concurrent": COUNT,
     "rollout.sglang.start_timeout_s": POSITIVE,
     "rollout.sglang.request_timeout_s": POSITIVE,
-    "trainer.layout.tp": COUNT,
-    "trainer.layout.pp": COUNT,
-    "trainer.layout.virtual_pp": COUNT,
-    "trainer.layout.cp": COUNT,
-    "trainer.layout.ep": COUNT,
-    "trainer.layout.etp": COUNT,
-    "trainer.layout.dp": COUNT,
-    "trainer.layout.num_ranks": COUNT,
+    **_layout_ranges("trainer.layout"),
     **_optimizer_ranges("trainer.optimizer"),
     "trainer.warm_start.num_steps": COUNT_OR_OFF,
     "trainer.warm_start.batch_size": COUNT,
@@ -117,6 +114,7 @@ RANGES: Mapping[str, Range] = {
     "trainer.moe_aux_loss_coefficient": NOT_NEGATIVE,
     "trainer.moe_expert_bias_update_rate": NOT_NEGATIVE,
     "trainer.num_threads": COUNT,
+    **_layout_ranges("critic.layout"),
     **_optimizer_ranges("critic.optimizer"),
     "critic.value_clip": POSITIVE,
     "critic.inner_epochs": COUNT,

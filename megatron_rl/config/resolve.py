@@ -46,7 +46,11 @@ def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> Algo
 
 
 def _resolve_critic(critic: CriticSection, inner_epochs: int) -> CriticSection:
-    return critic if critic.inner_epochs is not None else dataclasses.replace(critic, inner_epochs=inner_epochs)
+    return dataclasses.replace(
+        critic,
+        layout=None if critic.layout is None else _resolve_layout(critic.layout),
+        inner_epochs=inner_epochs if critic.inner_epochs is None else critic.inner_epochs,
+    )
 
 
 def _resolve_rollout(rollout: RolloutSection, max_prompt_tokens: int, dtype: Any) -> RolloutSection:

@@ -300,8 +300,11 @@ class ValuePretrainingSection:
 class CriticSection:
     """The value model of algorithms that need values (advantage gae); unused by others.
 
-    It has the policy's decoder with a scalar head, and takes turns with the policy on the trainer's ranks.
+    It has the policy's decoder with a scalar head.
     """
+
+    layout: LayoutSection | None = None
+    """Ranks of its own, beside the trainer's; None: it takes turns with the policy on the trainer's ranks, in their layout."""
 
     path: str | None = None
     """A reward model's Hugging Face folder (the policy's architecture with `score.weight`); None: the policy's weights at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,13 +17,32 @@ from megatron_rl.types.rollout import TrajectoryGroup
 from megatron_rl.types.training import TrainBatch, TrainSample
 
 
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One training step, cut for the policy's layout and, where the critic has ranks of its own, for the critic's.
+
+    Minibatches hold the same samples in both.
+    """
+
+    policy: TrainBatch
+    critic: TrainBatch | None = None
+
+
 class Batcher:
     """Cuts samples into minibatches, data-parallel shares and packed microbatches."""
 
-    def __init__(self, algorithm: Algorithm, trainer: TrainerSection, layout: ParallelLayout, run: RunSection) -> None:
-        self._algorithm, self._trainer, self._layout, self._run = algorithm, trainer, layout, run
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        trainer: TrainerSection,
+        layout: ParallelLayout,
+        run: RunSection,
+        critic_layout: ParallelLayout | None = None,
+    ) -> None:
+        self._algorithm, self._trainer, self._run = algorithm, trainer, run
+        self._layout, self._critic_layout = layout, critic_layout
 
-    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> TrainBatch | None:
+    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> StepBatch | None:
         """The batch of a training step; None when every group was left out for want of reward variance."""
         section = self._algorithm.section
         if section.skip_zero_variance_groups:
@@ -34,14 +53,19 @@ class Batcher:
         counts = [[len(t.response_ids) for t in group.trajectories] for group in groups]
         advantages = self._algorithm.group_advantages(rewards, counts)
         samples = build_samples(groups, [list(row) for row in advantages], section.mask_truncated)
-        return self._pack(samples, self._trainer.minibatches_per_step, self._trainer.inner_epochs, step)
+        num_parts = self._trainer.minibatches_per_step, self._trainer.inner_epochs
+        return StepBatch(
+            self._pack(self._layout, samples, *num_parts, step),
+            None if self._critic_layout is None else self._pack(self._critic_layout, samples, *num_parts, step),
+        )
 
     def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:
         """The batch of one supervised step: the loss mask is the answer."""
-        return self._pack([_supervised_sample(number, pair) for number, pair in enumerate(pairs)], 1, 1, step)
+        return self._pack(self._layout, [_supervised_sample(number, pair) for number, pair in enumerate(pairs)], 1, 1, step)
 
-    def _pack(self, samples: list[TrainSample], num_minibatches: int, inner_epochs: int, step: int) -> TrainBatch:
-        layout = self._layout
+    def _pack(
+        self, layout: ParallelLayout, samples: list[TrainSample], num_minibatches: int, inner_epochs: int, step: int
+    ) -> TrainBatch:
         return build_train_batch(
             samples,
             dp_size=layout.dp,

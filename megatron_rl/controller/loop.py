@@ -15,7 +15,7 @@ from megatron_rl.config.sections import (
     TrainerSection,
     ValuePretrainingSection,
 )
-from megatron_rl.controller.batcher import Batcher
+from megatron_rl.controller.batcher import Batcher, StepBatch
 from megatron_rl.controller.metrics import accuracy, rollout_metrics, sample_rows, training_metrics
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.data.bundle import DataBundle, SftPair
@@ -33,13 +33,13 @@ class Trainers(Protocol):
 
     async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None: ...
 
-    async def train_step(self, batch: TrainBatch, version: int) -> dict[str, float]: ...
+    async def train_step(self, batch: StepBatch, version: int) -> dict[str, float]: ...
 
     async def sft_step(self, batch: TrainBatch) -> dict[str, float]: ...
 
     async def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None: ...
 
-    async def value_step(self, batch: TrainBatch) -> dict[str, float]: ...
+    async def value_step(self, batch: StepBatch) -> dict[str, float]: ...
 
 
 class Publisher(Protocol):
@@ -157,7 +157,7 @@ class TrainingLoop:
     ) -> tuple[list[TrajectoryGroup], RolloutStats]:
         return await self._phase("rollout", self.collector.collect(prompts, num_samples, sampling, tag))
 
-    async def _train(self, batch: TrainBatch | None) -> dict[str, float] | None:
+    async def _train(self, batch: StepBatch | None) -> dict[str, float] | None:
         if batch is None:
             return None
         return await self._phase("train", self.trainers.train_step(batch, self.version))

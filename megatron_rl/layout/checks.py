@@ -29,10 +29,12 @@ def _not_divisible(key: str, size: int, what: str, count: int) -> tuple[str, str
     return key, f"{size} does not divide {what} ({count}); possible: {possible}"
 
 
-def check_trainer_layout(dims: SizedModel, layout: ParallelLayout) -> list[tuple[str, str]]:
-    """Sizes of the model that the trainer layout does not divide, or combinations that Megatron refuses."""
+def check_trainer_layout(
+    dims: SizedModel, layout: ParallelLayout, section: str = "trainer.layout"
+) -> list[tuple[str, str]]:
+    """Sizes of the model that a Megatron layout (of `section`) does not divide, or combinations that Megatron refuses."""
     problems: list[tuple[str, str]] = []
-    base = "trainer.layout."
+    base = f"{section}."
     for what, count in (("the query heads", dims.num_heads), ("the key-value heads", dims.num_kv_heads)):
         if count % layout.tp:
             problems.append(_not_divisible(base + "tp", layout.tp, what, count))
@@ -41,7 +43,7 @@ def check_trainer_layout(dims: SizedModel, layout: ParallelLayout) -> list[tuple
         key = base + ("virtual_pp" if layout.virtual_pp > 1 else "pp")
         problems.append(_not_divisible(key, num_chunks, "the layers", dims.num_layers))
     if layout.virtual_pp > 1 and layout.pp == 1:
-        problems.append((base + "virtual_pp", "needs pp of at least 2; set trainer.layout.virtual_pp=1"))
+        problems.append((base + "virtual_pp", f"needs pp of at least 2; set {base}virtual_pp=1"))
     if dims.num_experts:
         if dims.num_experts % layout.ep:
             problems.append(_not_divisible(base + "ep", layout.ep, "the experts", dims.num_experts))

@@ -19,6 +19,7 @@ from megatron_rl.config.sections import (
     SyncSection,
     TrainerSection,
 )
+from megatron_rl.controller.critic_worker import CriticWorker
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
 from megatron_rl.controller.setups import WorkerSetup
@@ -59,12 +60,56 @@ def show_worker(folder: Path) -> dict[str, Any]:
         start(model, with_kl, CriticSection(path=str(folder / "none"), inner_epochs=1))
     except CheckpointError as error:
         results["no_folder"] = str(error).replace(str(folder), "")
+    return results | compare_placements(model)
+
+
+def compare_placements(model: str) -> dict[str, Any]:
+    """The same step with a critic beside the policy, and with one that has ranks of its own."""
+    vapo = AlgorithmSection(
+        name="vapo", advantage="gae", lambda_alpha=0.4, loss="ppo", clip_low=0.2, clip_high=0.28, aggregation="token-mean"
+    )
+    section, batch = CriticSection(path=model, inner_epochs=2, optimizer=RATE), batch_of(7)
+    together = start(model, vapo, section)
+    try:
+        together.begin_phase(RATE, 8)
+        together.begin_critic_phase(RATE, 16)
+        results = {"together": together.train_step(batch, 0)}
+    finally:
+        together.stop()
+    critic = CriticWorker(setup_of(model, vapo, section), 0)
+    try:
+        critic.start(critic.free_address())
+        critic.begin_phase(RATE, 16)
+        values = critic.compute_values(batch)
+        apart = critic.train_step(batch) or {}
+        critic.load_policy(model)
+        untrained = critic.compute_values(batch)
+    finally:
+        critic.stop()
+    policy = start(model, vapo, None)
+    try:
+        policy.begin_phase(RATE, 8)
+        results["apart"] = apart | (policy.train_step(batch, 0, values) or {})
+    finally:
+        policy.stop()
+    results["num_values"] = [len(values), max(len(values_L) for values_L in values.values())]
+    results["untrained_values"] = max(float(np.abs(values_L).max()) for values_L in untrained.values())
     return results
 
 
-def start(model: str, algorithm: AlgorithmSection, critic: CriticSection) -> PolicyWorker:
+def start(model: str, algorithm: AlgorithmSection, critic: CriticSection | None) -> PolicyWorker:
+    worker = PolicyWorker(setup_of(model, algorithm, critic), 0)
+    try:
+        worker.start(worker.free_address())
+    except CheckpointError:
+        worker.stop()
+        raise
+    return worker
+
+
+def setup_of(model: str, algorithm: AlgorithmSection, critic: CriticSection | None) -> WorkerSetup:
     dims = debug_dims(FAMILY)
-    setup = WorkerSetup(
+    return WorkerSetup(
         model=ModelSetup(FAMILY, dims, model, seed=1, vocab_multiple=1),
         dtype="fp32",
         section=TrainerSection(optimizer=RATE, minibatches_per_step=2),
@@ -78,13 +123,6 @@ def start(model: str, algorithm: AlgorithmSection, critic: CriticSection) -> Pol
         start_timeout_s=60.0,
         is_single_node=True,
     )
-    worker = PolicyWorker(setup, 0)
-    try:
-        worker.start(worker.free_address())
-    except CheckpointError:
-        worker.stop()
-        raise
-    return worker
 
 
 def batch_of(seed: int) -> TrainBatch:
@@ -114,7 +152,7 @@ def batch_of(seed: int) -> TrainBatch:
 
 def weights_in(worker: PolicyWorker) -> dict[str, float]:
     """How far the critic is from the policy (embedding and decoder), and the size of its head."""
-    policy, critic = worker._trainer.chunk_parameters()[0], worker._critic.chunk_parameters()[0]
+    policy, critic = worker._trainer.chunk_parameters()[0], worker._critic.trainer.chunk_parameters()[0]
     shared = policy.keys() & critic.keys()
     return {
         "num_shared": len(shared),

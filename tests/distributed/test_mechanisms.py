@@ -19,7 +19,7 @@ from launch import run_distributed
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("mechanisms"))
-    return dict(run_distributed(show_mechanisms, 1, timeout_s=300, folder=folder)[0])
+    return dict(run_distributed(show_mechanisms, 1, timeout_s=600, folder=folder)[0])
 
 
 def test_the_auxiliary_loss_changes_the_gradient_and_not_the_reported_loss(shown: dict[str, Any]) -> None:
@@ -79,6 +79,14 @@ def test_a_step_with_a_critic_trains_both_and_reports_both(shown: dict[str, Any]
     assert step["loss/explained_variance"] > 0.4
     assert {"loss/value", "loss/value_clip_fraction", "critic/grad_norm", "critic/learning_rate", "grad_norm"} <= step.keys()
     assert step["loss/kl_to_ref"] >= 0 and step["learning_rate"] == step["critic/learning_rate"] == 2e-3
+
+
+def test_a_critic_on_ranks_of_its_own_gives_the_same_step(shown: dict[str, Any]) -> None:
+    together, apart = shown["worker"]["together"], shown["worker"]["apart"]
+    assert apart == pytest.approx(together, rel=1e-6)
+    assert together["loss/value"] > 0 and together["loss/explained_variance"] != 0
+    assert shown["worker"]["num_values"] == [24, 11]
+    assert shown["worker"]["untrained_values"] == 0  # a policy's folder has no head
 
 
 def test_a_rank_without_samples_takes_part() -> None:

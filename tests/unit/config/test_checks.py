@@ -88,6 +88,10 @@ def test_the_example_is_sound(path: Path) -> None:
         ("critic.inner_epochs=0", "critic.inner_epochs", "at least 1, got 0"),
         ("critic.pretraining.explained_variance=1", "critic.pretraining.explained_variance", "below 1, got 1"),
         ("critic.pretraining.optimizer.beta1=1", "critic.pretraining.optimizer.beta1", "below 1, got 1"),
+        ("critic.layout={tp: 2, num_ranks: 3}", "critic.layout.num_ranks", "a multiple of tp 2 x cp 1 x pp 1 = 2, got 3"),
+        ("critic.layout={num_ranks: 2, dp: 1}", "critic.layout.dp", "= 2, got 1"),
+        ("trainer.layout.ep=0", "trainer.layout.ep", "at least 1, got 0"),
+        ("critic.layout.tp=0", "critic.layout.tp", "at least 1, got 0"),
         ("critic.path=reward/model", "critic.path", "advantage grpo has no critic"),
         (
             "critic.optimizer={schedule: linear, learning_rate: 1e-6, min_learning_rate: 1e-5}",
@@ -124,6 +128,15 @@ def test_accepted(path: Path, overrides: str) -> None:
     assert not list(check_experiment(load_experiment(path, [overrides]).config))
 
 
+def test_a_critic_on_ranks_of_its_own_takes_no_kl_in_the_reward(path: Path) -> None:
+    own_ranks = "algorithm={name: ppo, advantage: gae, loss: ppo, aggregation: token-mean, kl: {coefficient: 0.1, %s}}"
+    critic = "critic.layout={num_ranks: 2}"
+    assert not check_experiment(load_experiment(path, [own_ranks % "placement: loss", critic]).config)
+    with pytest.raises(ConfigError, match="does not see the policy's KL in the reward") as caught:
+        load_experiment(path, [own_ranks % "estimator: k1, placement: reward", critic])
+    assert caught.value.key_path == "critic.layout"
+
+
 def test_every_range_names_a_number_that_exists() -> None:
     assert set(RANGES) <= set(key_paths(ExperimentConfig))
     config = ExperimentConfig()
@@ -136,4 +149,4 @@ def test_layout_sizes_agree_with_counting() -> None:
         layout = LayoutSection(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, num_ranks=num_ranks)
         fits = any(tp * cp * pp * dp == num_ranks for dp in range(1, 8))
         experts_fit = any(etp * ep * pp * dp == num_ranks for dp in range(1, 8))
-        assert (list(check_layout_sizes(layout)) == []) == (fits and experts_fit), layout
+        assert (list(check_layout_sizes(layout, "trainer.layout")) == []) == (fits and experts_fit), layout

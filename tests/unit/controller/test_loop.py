@@ -50,8 +50,8 @@ class Recorder:
         self.calls.append(f"begin_phase lr={section.learning_rate:g} steps={num_optimizer_steps}")
 
     async def train_step(self, batch, version):
-        self.calls.append(f"train v{version} {len(batch.minibatches)} minibatches")
-        self.batches.append(batch)
+        self.calls.append(f"train v{version} {len(batch.policy.minibatches)} minibatches")
+        self.batches.append(batch.policy)
         return dict.fromkeys(
             ["loss/policy", "loss/clip_fraction", "loss/entropy", "loss/kl_to_rollout", "rollout/logprob_gap", "grad_norm"],
             0.25,
@@ -65,7 +65,7 @@ class Recorder:
         self.calls.append(f"begin_critic_phase lr={section.learning_rate:g} {section.schedule} steps={num_optimizer_steps}")
 
     async def value_step(self, batch):
-        self.calls.append(f"values {batch.num_samples}")
+        self.calls.append(f"values {batch.policy.num_samples}")
         self.num_value_steps += 1
         return {"loss/value": 1.0, "loss/explained_variance": 0.2 * self.num_value_steps}
 
