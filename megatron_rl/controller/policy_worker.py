@@ -38,8 +38,11 @@ class PolicyWorker:
         """This process's interface and a port that is free on it, for rank 0 to listen on."""
         return free_address(self._interface)
 
-    def start(self, address: Address) -> None:
-        """Join the others at rank 0's address, build the model and load its first weights."""
+    def start(self, address: Address) -> bool:
+        """Join the others at rank 0's address, build the model and load its first weights.
+
+        Returns whether this model can compute the prompt of a group once (`trainer.shared_prompts`).
+        """
         setup = self._setup
         platform = select_platform(0)
         platform.prepare_megatron()
@@ -73,6 +76,7 @@ class PolicyWorker:
             dtype=torch.float32,
         )
         self._trainer.load_parameters(chunks)
+        return self._trainer.shares_prompts
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         """Start the warm start or RL: a schedule of its own and fresh Adam moments. The reference, where the algorithm

@@ -105,9 +105,10 @@ class TrainerGroup:
         self._actors, self._key, self._logs = actors, key, logs
         self._layout = layout
 
-    async def start(self) -> None:
+    async def start(self) -> bool:
+        """Whether the ranks can compute the prompt of a group once, after all have started."""
         address = await _guarded("trainer-0", self._logs, self._actors[0].call.remote("free_address"))
-        await self._all("start", tuple(address))
+        return all(await self._all("start", tuple(address)))
 
     async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         await self._all("begin_phase", section, num_optimizer_steps)
