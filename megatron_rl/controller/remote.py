@@ -20,6 +20,8 @@ from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutS
 from megatron_rl.types.training import TrainBatch
 
 T = TypeVar("T")
+NODE_VERDICT_S = 5.0
+"""When an engine over nodes fails: how long until the nodes' own processes have told whether they live."""
 
 
 class ActorDiedError(RuntimeError):
@@ -87,9 +89,11 @@ class RemoteEngine:
         call = asyncio.ensure_future(_guarded(self._name, self._logs, self._actor.call.remote(method, *args)))
         if self._watches:
             await asyncio.wait((call, *self._watches), return_when=asyncio.FIRST_COMPLETED)
-            for watch in self._watches:
-                if watch.done() and not call.done():
-                    call.cancel()
+            if not call.done() or call.exception() is not None:
+                # The first node fails with the others, often before their death is noticed: name the cause.
+                ended, _ = await asyncio.wait(self._watches, timeout=NODE_VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+                call.cancel()
+                for watch in ended:
                     watch.result()  # raises what ended the node
         return await call
 
