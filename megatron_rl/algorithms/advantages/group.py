@@ -24,9 +24,7 @@ import numpy as np
 OfOne = Literal["zero", "reward"]
 
 
-def grpo_advantages(
-    rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6, *, of_one: OfOne = "zero"
-) -> np.ndarray:
+def grpo_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6, *, of_one: OfOne = "zero") -> np.ndarray:
     """(R - mean) / (std + epsilon), [G].
 
     verl, OpenRLHF and TRL have ddof 1, Megatron 0: the one correct of four gets 1.5 or 1.732.

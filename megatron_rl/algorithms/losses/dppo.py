@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rl.algorithms.corrections import binary_kl
 from megatron_rl.algorithms.losses.token_loss import TokenLoss
 
+
 def dppo_loss(
     log_ratio_T: Tensor,
     policy_logprobs_T: Tensor,
