@@ -81,10 +81,8 @@ def _fail(error: Exception, status: int) -> int:
 
 def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: ModelSetup) -> None:
     """Refuse sizes that the model does not divide into. Raises ConfigError with file and line."""
-    kind = config.rollout.engine
-    tp = engine_layout(config.rollout).tp
     loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config)))
-    loaded.provenance.reject(check_engine_layout(model.dims, tp, f"rollout.{kind}.tp_size"))
+    loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
 
 
 def add_parser(subparsers: Any) -> None:

@@ -35,6 +35,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
     problems += check_optimizer(config.trainer)
+    problems += check_shared_prompts(config.trainer)
     return problems
 
 
@@ -136,3 +137,13 @@ def check_optimizer(trainer: TrainerSection) -> Iterator[Problem]:
     if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
         reason = f"expected at most learning_rate {optimizer.learning_rate:g}, got {optimizer.min_learning_rate:g}"
         yield "trainer.optimizer.min_learning_rate", reason
+
+
+def check_shared_prompts(trainer: TrainerSection) -> Iterator[Problem]:
+    if trainer.shared_prompts != "on":
+        return
+    if trainer.layout.cp > 1:
+        yield "trainer.shared_prompts", f"on does not go with trainer.layout.cp={trainer.layout.cp}; expected auto or off"
+    if trainer.layer_spec == "transformer_engine":
+        reason = "on does not go with trainer.layer_spec=transformer_engine; expected auto or off, or layer_spec local"
+        yield "trainer.shared_prompts", reason

@@ -219,6 +219,8 @@ class TrainerSection:
     minibatches_per_step: int = 1
     inner_epochs: int = 1
     max_tokens_per_microbatch: int = 8192
+    shared_prompts: Literal["auto", "on", "off"] = "auto"
+    """Compute the prompt of a group once per microbatch. `auto`: prompts of at least 32 tokens, where the layout allows."""
     logprob_chunk_tokens: int = 1024
     """Tokens per chunk when log-probs are made from logits; bounds the fp32 [chunk, V] memory."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"

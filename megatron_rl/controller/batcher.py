@@ -10,6 +10,7 @@ import numpy as np
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.batching.build import build_train_batch
 from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.batching.shared_prompts import AUTO_MIN_PROMPT_TOKENS
 from megatron_rl.config.sections import RunSection, TrainerSection
 from megatron_rl.data.bundle import SftPair
 from megatron_rl.types.layout import ParallelLayout
@@ -18,10 +19,23 @@ from megatron_rl.types.training import TrainBatch, TrainSample
 
 
 class Batcher:
-    """Cuts samples into minibatches, data-parallel shares and packed microbatches."""
+    """Cuts samples into minibatches, data-parallel shares and packed microbatches.
 
-    def __init__(self, algorithm: Algorithm, trainer: TrainerSection, layout: ParallelLayout, run: RunSection) -> None:
+    `shares_prompts`: whether the trainer ranks can compute the prompt of a group once (`TrainerGroup.start` knows).
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        trainer: TrainerSection,
+        layout: ParallelLayout,
+        run: RunSection,
+        *,
+        shares_prompts: bool = False,
+    ) -> None:
         self._algorithm, self._trainer, self._layout, self._run = algorithm, trainer, layout, run
+        least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
+        self._min_shared_prompt = least if shares_prompts else None
 
     def build(self, groups: Sequence[TrajectoryGroup], step: int) -> TrainBatch | None:
         """The batch of a training step; None when every group was left out for want of reward variance."""
@@ -51,6 +65,7 @@ class Batcher:
             microbatch_multiple=layout.pp if layout.virtual_pp > 1 else 1,
             length_multiple=2 * layout.cp if layout.cp > 1 else 1,
             seed=self._run.seed * 1_000_003 + step,
+            min_shared_prompt=self._min_shared_prompt,
         )
 
 

@@ -13,7 +13,7 @@ from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
-from megatron_rl.controller.actors import EngineActor, TrainerActor
+from megatron_rl.controller.actors import EngineActor, EngineNodeActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
@@ -64,8 +64,13 @@ class Experiment:
 
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
-        engines_per = self._engine_layout.tp
-        plan = plan_bundles(config.cluster, self._layout.world_size, config.rollout.num_engines, engines_per)
+        plan = plan_bundles(
+            config.cluster,
+            self._layout.world_size,
+            config.rollout.num_engines,
+            self._engine_layout.tp,
+            nodes_per_engine=engine_nodes(config.rollout),
+        )
         logger.info("starting %d processes", len(plan.bundles))
         cluster = await _open_cluster(config.cluster, plan)
         arm_signals()  # Ray has put a handler of its own over ours
@@ -74,7 +79,7 @@ class Experiment:
         try:
             trainers = self._create_trainers(cluster)
             engines += self._create_engines(cluster)
-            addresses = await self._start(trainers, engines)
+            shares_prompts, addresses = await self._start(trainers, engines)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
@@ -82,7 +87,8 @@ class Experiment:
             weight_sync = WeightSync(
                 self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
             )
-            await self._training_loop(data, engines, trainers, weight_sync, telemetry).execute()
+            batcher = Batcher(self._algorithm, config.trainer, self._layout, config.run, shares_prompts=shares_prompts)
+            await self._training_loop(data, engines, trainers, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers)
         finally:
@@ -90,24 +96,27 @@ class Experiment:
             cluster.close()
             telemetry.close()
 
-    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> list[Address]:
-        """Start everything side by side; the receivers' addresses, engine by engine."""
+    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
+        """Start everything side by side: (whether trainers can share prompts, the receivers' addresses by engine)."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
-                _, starts = await asyncio.gather(trainers.start(), asyncio.gather(*(engine.start() for engine in engines)))
+                shares_prompts, starts = await asyncio.gather(
+                    trainers.start(), asyncio.gather(*(engine.start() for engine in engines))
+                )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
-        return [address for start in starts for address in start]
+        return shares_prompts, [address for start in starts for address in start]
 
     def _training_loop(
         self,
         data: DataBundle,
         engines: Sequence[RemoteEngine],
         trainers: TrainerGroup,
+        batcher: Batcher,
         weight_sync: WeightSync,
         telemetry: Telemetry,
     ) -> TrainingLoop:
@@ -123,7 +132,7 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             collector=collector,
-            batcher=Batcher(self._algorithm, config.trainer, self._layout, config.run),
+            batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,
@@ -161,15 +170,21 @@ class Experiment:
             max_context=_longest(config),
             dtype=engine_dtype or config.model.dtype,
             key=self._key,
-            run_directory=str(self.directory.path),
+            run_directory=str(self.directory.path.resolve()),
+            start_id=secrets.token_hex(4),
             is_single_node=cluster.is_single_node,
         )
-        python = config.cluster.engine_python
-        return [
-            RemoteEngine(cluster.create(EngineActor, name, bundle, python, setup, number), name, cluster.logs)
-            for number in range(config.rollout.num_engines)
-            for name, bundle in [(f"engine-{number}", self._layout.world_size + number)]
-        ]
+        python, engines = config.cluster.engine_python, []
+        for number in range(config.rollout.num_engines):
+            name = f"engine-{number}"
+            first, *further = cluster.plan.engine_bundles(number)
+            nodes = [
+                cluster.create(EngineNodeActor, f"{name}-node-{rank}", bundle, python, setup, number, rank)
+                for rank, bundle in enumerate(further, start=1)
+            ]
+            actor = cluster.create(EngineActor, name, first, python, setup, number)
+            engines.append(RemoteEngine(actor, name, cluster.logs, nodes))
+        return engines
 
     def _reshard_plan(self) -> ReshardPlan:
         return build_reshard_plan(
@@ -252,6 +267,11 @@ def receiver_key(section: RolloutSection) -> bytes:
 def engine_layout(section: RolloutSection) -> EngineLayout:
     tp = section.embedded.tp_size if section.engine == "embedded" else section.sglang.tp_size
     return EngineLayout(tp=tp, num_engines=section.num_engines)
+
+
+def engine_nodes(section: RolloutSection) -> int:
+    """How many nodes each engine that we start spans."""
+    return section.sglang.num_nodes if section.engine == "sglang" and not section.sglang.urls else 1
 
 
 def _longest(config: ExperimentConfig) -> int:

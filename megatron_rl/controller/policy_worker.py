@@ -5,7 +5,6 @@ Every method is collective over the ranks of a layout: the group calls it on all
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import write_export_part
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.sections import OptimizerSection
+from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.platforms.platform import select_platform
 from megatron_rl.resharding.execute import Address, execute_send
@@ -36,11 +36,13 @@ class PolicyWorker:
 
     def free_address(self) -> Address:
         """This process's interface and a port that is free on it, for rank 0 to listen on."""
-        with socket.create_server((self._interface, 0)) as probe:
-            return self._interface, probe.getsockname()[1]
+        return free_address(self._interface)
 
-    def start(self, address: Address) -> None:
-        """Join the others at rank 0's address, build the model and load its first weights."""
+    def start(self, address: Address) -> bool:
+        """Join the others at rank 0's address, build the model and load its first weights.
+
+        Returns whether this model can compute the prompt of a group once (`trainer.shared_prompts`).
+        """
         setup = self._setup
         platform = select_platform(0)
         platform.prepare_megatron()
@@ -74,6 +76,7 @@ class PolicyWorker:
             dtype=torch.float32,
         )
         self._trainer.load_parameters(chunks)
+        return self._trainer.shares_prompts
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         """Start the warm start or RL: a schedule of its own and fresh Adam moments. The reference, where the algorithm

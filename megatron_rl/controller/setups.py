@@ -29,7 +29,10 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine is built from. `key` opens the receivers; it is never logged."""
+    """What an engine is built from. `key` opens the receivers; it is never logged.
+
+    `start_id` tells this start's files from those of an earlier one in the same run directory.
+    """
 
     model: ModelSetup
     section: RolloutSection
@@ -38,6 +41,7 @@ class EngineSetup:
     dtype: str
     key: bytes
     run_directory: str
+    start_id: str
     is_single_node: bool
 
     def __repr__(self) -> str:

@@ -57,6 +57,8 @@ def test_the_example_is_sound(path: Path) -> None:
         ("trainer.layout={tp: 3, pp: 2, num_ranks: 8}", "trainer.layout.num_ranks", "tp 3 x cp 1 x pp 2 = 6, got 8"),
         ("trainer.layout={ep: 3, num_ranks: 4}", "trainer.layout.num_ranks", "etp 1 x ep 3 x pp 1 = 3, got 4"),
         ("trainer.layout={etp: 2, ep: 3, num_ranks: 9}", "trainer.layout.num_ranks", "etp 2 x ep 3 x pp 1 = 6, got 9"),
+        ("trainer={shared_prompts: on, layout: {cp: 2, num_ranks: 2}}", "trainer.shared_prompts", "layout.cp=2; expected"),
+        ("trainer={shared_prompts: on, layer_spec: transformer_engine}", "trainer.shared_prompts", "or layer_spec local"),
         ("trainer.layout={tp: 2, dp: 3, num_ranks: 4}", "trainer.layout.dp", "= 2, got 3"),
         ("trainer.layout.virtual_pp=2", "trainer.layout.virtual_pp", "expected 1 with pp 1"),
         ("trainer.minibatches_per_step=3", "trainer.minibatches_per_step", "expected a divisor of"),
