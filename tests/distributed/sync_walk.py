@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.batching.build import build_microbatch, compute_denominators
 from megatron_rl.checkpoint.hf_export import merge_export
-from megatron_rl.config.sections import AlgorithmSection, OptimizerSection, SyncSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import OptimizerSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
 from megatron_rl.controller.setups import WorkerSetup

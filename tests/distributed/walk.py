@@ -18,7 +18,8 @@ from launch import Rank  # beside this file; `launch` puts the folder on the pat
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.config.sections import AlgorithmSection, MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import MegatronSection, OptimizerSection, TrainerSection
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
