@@ -82,4 +82,5 @@ def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_
         advantage=advantage,
         is_correct=trajectory.reward.is_correct,
         is_truncated=is_truncated,
+        num_prompt_tokens=num_prompt,
     )

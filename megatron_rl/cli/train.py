@@ -13,7 +13,8 @@ from megatron_rl.checkpoint.hf_folder import CheckpointError
 from megatron_rl.config.load import LoadedExperiment, load_experiment
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
-from megatron_rl.controller.experiment import Experiment, engine_layout, megatron_layout
+from megatron_rl.controller.experiment import Experiment, UnservedError
+from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
 from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
 from megatron_rl.controller.placement import PlacementError
@@ -28,7 +29,7 @@ from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.sglang.errors import EngineDeadError, EngineReplyError
 
-PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError)
+PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError, UnservedError)
 """What a person can mend: one line, exit code 2."""
 RUN_FAILURES = (
     *(ActorDiedError, EngineDeadError, EngineReplyError, SyncError),
@@ -81,12 +82,10 @@ def _fail(error: Exception, status: int) -> int:
 
 def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: ModelSetup) -> None:
     """Refuse sizes that the model does not divide into. Raises ConfigError with file and line."""
-    kind = config.rollout.engine
-    tp = engine_layout(config.rollout).tp
-    loaded.provenance.reject(check_trainer_layout(model.dims, megatron_layout(config.trainer.layout)))
+    loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.trainer.layout)))
     if config.critic.layout is not None:
-        loaded.provenance.reject(check_trainer_layout(model.dims, megatron_layout(config.critic.layout), "critic.layout"))
-    loaded.provenance.reject(check_engine_layout(model.dims, tp, f"rollout.{kind}.tp_size"))
+        loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.critic.layout), "critic.layout"))
+    loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
 
 
 def add_parser(subparsers: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.batching.build import build_train_batch
 from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.batching.shared_prompts import AUTO_MIN_PROMPT_TOKENS
 from megatron_rl.config.sections import RunSection, TrainerSection
 from megatron_rl.data.bundle import SftPair
 from megatron_rl.types.layout import ParallelLayout
@@ -29,7 +30,11 @@ class StepBatch:
 
 
 class Batcher:
-    """Cuts samples into minibatches, data-parallel shares and packed microbatches."""
+    """Cuts samples into minibatches, data-parallel shares and packed microbatches.
+
+    `critic_layout`: of a critic that has ranks of its own. `shares_prompts`: whether all these ranks can compute the prompt
+    of a group once (`RankGroup.start` knows).
+    """
 
     def __init__(
         self,
@@ -38,9 +43,13 @@ class Batcher:
         layout: ParallelLayout,
         run: RunSection,
         critic_layout: ParallelLayout | None = None,
+        *,
+        shares_prompts: bool = False,
     ) -> None:
         self._algorithm, self._trainer, self._run = algorithm, trainer, run
         self._layout, self._critic_layout = layout, critic_layout
+        least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
+        self._min_shared_prompt = least if shares_prompts else None
 
     def build(self, groups: Sequence[TrajectoryGroup], step: int) -> StepBatch | None:
         """The batch of a training step; None when every group was left out for want of reward variance."""
@@ -75,6 +84,7 @@ class Batcher:
             microbatch_multiple=layout.pp if layout.virtual_pp > 1 else 1,
             length_multiple=2 * layout.cp if layout.cp > 1 else 1,
             seed=self._run.seed * 1_000_003 + step,
+            min_shared_prompt=self._min_shared_prompt,
         )
 
 

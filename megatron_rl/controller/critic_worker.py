@@ -15,7 +15,8 @@ import torch
 from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.checkpoint.value_source import ZeroHeadSource
-from megatron_rl.config.sections import KlSection, OptimizerSection
+from megatron_rl.config.algorithm_sections import KlSection
+from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.layout.coords import coords_of
@@ -101,13 +102,17 @@ class CriticWorker:
         """This process's interface and a port that is free on it, for rank 0 to listen on."""
         return free_address(self._interface)
 
-    def start(self, address: Address) -> None:
-        """Join the other ranks of the critic at its rank 0's address, build the model and load its first weights."""
+    def start(self, address: Address) -> bool:
+        """Join the other ranks of the critic at its rank 0's address, build the model and load its first weights.
+
+        Returns whether this model can compute the prompt of a group once (`trainer.shared_prompts`).
+        """
         platform = join(self._setup, self._rank, address)
         assert self._setup.critic is not None
         self._part = CriticPart(self._setup, self._rank, platform)
         if self._setup.critic.path is None:
             self._part.load(ZeroHeadSource(self._setup.model.source()))
+        return self._part.trainer.shares_prompts
 
     def load_policy(self, folder: str) -> None:
         """Start from an exported policy, with a head of zeros."""

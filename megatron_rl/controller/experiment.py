@@ -16,12 +16,12 @@ from megatron_rl.config.sections import (
     ClusterSection,
     CriticSection,
     ExperimentConfig,
-    LayoutSection,
     RolloutSection,
     SamplingSection,
 )
 from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
+from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
@@ -38,11 +38,15 @@ from megatron_rl.rewards.registry import load_reward
 from megatron_rl.rollout.collector import Collector, Scorer
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
-from megatron_rl.types.layout import EngineLayout, ParallelLayout
+from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
+
+
+class UnservedError(ValueError):
+    """A setting that is valid but that this version cannot run; the message is one line."""
 
 
 class Experiment:
@@ -52,10 +56,11 @@ class Experiment:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._algorithm = build_algorithm(config.algorithm)
         self._critic = config.critic if "values" in self._algorithm.needs else None
-        self._layout = megatron_layout(config.trainer.layout)
+        check_engine_is_served(config.rollout)
+        self._layout = trainer_layout(config.trainer.layout)
         self._critic_layout = None
         if self._critic is not None and self._critic.layout is not None:
-            self._critic_layout = megatron_layout(self._critic.layout)
+            self._critic_layout = trainer_layout(self._critic.layout)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
@@ -87,14 +92,20 @@ class Experiment:
             trainers = self._create_trainers(cluster)
             critic = None if self._critic_layout is None else self._create_critic(cluster, self._critic_layout)
             engines += self._create_engines(cluster)
-            addresses = await self._start([trainers] if critic is None else [trainers, critic], engines)
+            groups = [trainers] if critic is None else [trainers, critic]
+            shares_prompts, addresses = await self._start(groups, engines)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
             )  # fmt: skip
-            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, config.sync)
+            weight_sync = WeightSync(
+                self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
+            )
+            batcher = Batcher(
+                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
+            )
             roles = trainers if critic is None else PolicyAndCritic(trainers, critic, self._critic_start(trainers))
-            await self._training_loop(data, engines, roles, weight_sync, telemetry).execute()
+            await self._training_loop(data, engines, roles, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers, "final")
         finally:
@@ -102,13 +113,13 @@ class Experiment:
             cluster.close()
             telemetry.close()
 
-    async def _start(self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine]) -> list[Address]:
-        """Start everything side by side; the receivers' addresses, engine by engine."""
+    async def _start(self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
+        """Start everything side by side: (whether all ranks can share prompts, the receivers' addresses by engine)."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
-                _, starts = await asyncio.gather(
+                shares_prompts, starts = await asyncio.gather(
                     asyncio.gather(*(group.start() for group in groups)),
                     asyncio.gather(*(engine.start() for engine in engines)),
                 )
@@ -116,13 +127,14 @@ class Experiment:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
-        return [address for start in starts for address in start]
+        return all(shares_prompts), [address for start in starts for address in start]
 
     def _training_loop(
         self,
         data: DataBundle,
         engines: Sequence[RemoteEngine],
         trainers: Trainers,
+        batcher: Batcher,
         weight_sync: WeightSync,
         telemetry: Telemetry,
     ) -> TrainingLoop:
@@ -139,7 +151,7 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             collector=collector,
-            batcher=Batcher(self._algorithm, config.trainer, self._layout, config.run, self._critic_layout),
+            batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,
@@ -272,13 +284,13 @@ async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
         raise
 
 
-def megatron_layout(section: LayoutSection) -> ParallelLayout:
-    """The layout of a resolved section."""
-    assert section.dp is not None and section.etp is not None, "resolve the configuration first"
-    return ParallelLayout(
-        tp=section.tp, pp=section.pp, virtual_pp=section.virtual_pp, cp=section.cp,
-        ep=section.ep, etp=section.etp, dp=section.dp,
-    )  # fmt: skip
+def check_engine_is_served(section: RolloutSection) -> None:
+    """Raises UnservedError for data-parallel attention: SGLang asserts dp_size == 1 in every weight update."""
+    if section.engine == "sglang" and section.sglang.attn_dp_size > 1:
+        raise UnservedError(
+            f"rollout.sglang.attn_dp_size={section.sglang.attn_dp_size}: SGLang updates no weights under data-parallel "
+            "attention; set it to 1"
+        )
 
 
 def receiver_key(section: RolloutSection) -> bytes:
@@ -286,11 +298,6 @@ def receiver_key(section: RolloutSection) -> bytes:
     if section.engine == "sglang" and section.sglang.urls:
         return (Path(section.sglang.receiver_dirs[0]) / "key").read_bytes()
     return secrets.token_bytes(32)
-
-
-def engine_layout(section: RolloutSection) -> EngineLayout:
-    tp = section.embedded.tp_size if section.engine == "embedded" else section.sglang.tp_size
-    return EngineLayout(tp=tp, num_engines=section.num_engines)
 
 
 def engine_nodes(section: RolloutSection) -> int:

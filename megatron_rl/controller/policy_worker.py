@@ -19,11 +19,12 @@ from megatron_rl.controller.critic_worker import CriticPart, ValuesBySample, joi
 from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.resharding.execute import Address, execute_send
+from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.token_advantages import add_token_advantages
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SourceParam
 from megatron_rl.types.training import Microbatch, TrainBatch
 
 
@@ -39,8 +40,11 @@ class PolicyWorker:
         """This process's interface and a port that is free on it, for rank 0 to listen on."""
         return free_address(self._interface)
 
-    def start(self, address: Address) -> None:
-        """Join the others at rank 0's address, build the model and load its first weights."""
+    def start(self, address: Address) -> bool:
+        """Join the others at rank 0's address, build the model and load its first weights.
+
+        Returns whether this model can compute the prompt of a group once (`trainer.shared_prompts`).
+        """
         setup = self._setup
         platform = join(setup, self._rank, address)
         self._trainer = PolicyTrainer(
@@ -65,6 +69,7 @@ class PolicyWorker:
         )
         self._trainer.load_parameters(chunks)
         self._critic = CriticPart(setup, self._rank, platform) if setup.critic is not None else None
+        return self._trainer.shares_prompts
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         """Start the warm start or RL: a schedule of its own and fresh Adam moments. The reference, where the algorithm
@@ -122,10 +127,13 @@ class PolicyWorker:
             spec=self._spec,
             trainer_vocab_multiple=setup.model.vocab_multiple,
         )
+        chunks = self._trainer.chunk_parameters()
+        held = {SourceParam(n, name): tuple(p.shape) for n, chunk in enumerate(chunks) for name, p in chunk.items()}
+        check_held(setup.model.family, plan.key, self._rank, held)
         return execute_send(
             plan,
             self._rank,
-            self._trainer.chunk_parameters(),
+            chunks,
             addresses,
             key=key,
             version=version,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.trainer.model import ValueModel
 from megatron_rl.trainer.objective import value_objective
 from megatron_rl.trainer.role import MegatronRole

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.inputs import LossInputs, LossOutput
 from megatron_rl.algorithms.losses.value import is_value_clipped, value_loss
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.types.training import Denominators, Microbatch
 
 Objective = Callable[..., LossOutput]

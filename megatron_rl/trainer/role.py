@@ -1,7 +1,7 @@
 """What every trained model of a trainer rank does, whatever its head: build, weights in and out, score, optimize.
 
-Shape suffixes: _T packed tokens (token-aligned), _N rows of this rank, _P rows of all context-parallel ranks, _K scored
-rows, _c numbers that the head gives a row, H hidden.
+Shape suffixes: _T packed tokens (token-aligned), _N rows of this rank, _K scored predictions, _c numbers that the head gives
+a prediction, H hidden.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.shards import padded_vocab
 from megatron_rl.platforms.platform import Platform
 from megatron_rl.trainer.attention import pack_for_local_attention, pack_for_transformer_engine
-from megatron_rl.trainer.layer_specs import uses_transformer_engine
+from megatron_rl.trainer.layer_specs import shares_prompts, uses_transformer_engine
 from megatron_rl.trainer.model import DecoderModel, build_model_chunks
 from megatron_rl.trainer.model_config import DTYPES, plan_ddp_config, plan_optimizer_config, plan_transformer_config
 from megatron_rl.trainer.objective import Objective, sum_metrics
@@ -49,6 +49,7 @@ class _Prepared:
     packed: Any
     scored_rows_K: Tensor
     target_ids_K: Tensor
+    num_slots: int
     prediction_of_T: Tensor
     is_scored_T: Tensor
 
@@ -82,6 +83,7 @@ class MegatronRole(ABC):
     ) -> None:
         self.dims, self.trainer, self.layout, self.platform = dims, trainer, layout, platform
         self.uses_transformer_engine = uses_transformer_engine(trainer.layer_spec)
+        self.shares_prompts = shares_prompts(trainer, layout, transformer_engine=self.uses_transformer_engine)
         torch_dtype = DTYPES[dtype]
         platform.prepare_torch(torch_dtype)
         platform.seed(seed)
@@ -247,6 +249,7 @@ class MegatronRole(ABC):
             cp=self.layout.cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
             score_all=score_all,
+            share_prompts=self.shares_prompts,
         )
         if self.uses_transformer_engine:
             packed = pack_for_transformer_engine(inputs, device)
@@ -263,6 +266,7 @@ class MegatronRole(ABC):
             packed=packed,
             scored_rows_K=on_device(inputs.scored_rows_K),
             target_ids_K=on_device(inputs.target_ids_K),
+            num_slots=inputs.num_slots,
             prediction_of_T=on_device(inputs.prediction_of_T),
             is_scored_T=on_device(inputs.is_scored_T),
         )
@@ -304,14 +308,13 @@ class MegatronRole(ABC):
             hidden = copy_to_tensor_model_parallel_region(hidden)
         scored_KH = hidden[:, 0].index_select(0, item.scored_rows_K)
         scores_Kc = self._score_rows(model, scored_KH, item.target_ids_K)
-        scores_Nc = hidden.new_zeros((hidden.shape[0], scores_Kc.shape[1]), dtype=torch.float32)
-        scores_Pc = scores_Nc = scores_Nc.index_copy(0, item.scored_rows_K, scores_Kc)
+        slots_c = torch.nn.functional.pad(scores_Kc, (0, 0, 0, item.num_slots - len(scores_Kc)))
         if self.layout.cp > 1:
             # Every context-parallel rank computes the whole loss; each takes the gradient of its own rows alone.
-            scores_Pc = gather_from_sequence_parallel_region(
-                scores_Nc, tensor_parallel_output_grad=False, group=parallel_state.get_context_parallel_group()
+            slots_c = gather_from_sequence_parallel_region(
+                slots_c, tensor_parallel_output_grad=False, group=parallel_state.get_context_parallel_group()
             )
-        return torch.where(item.is_scored_T[:, None], scores_Pc.index_select(0, item.prediction_of_T), 0.0)
+        return torch.where(item.is_scored_T[:, None], slots_c.index_select(0, item.prediction_of_T), 0.0)
 
 
 def empty_microbatch() -> Microbatch:

@@ -12,7 +12,7 @@ from megatron_rl.algorithms.advantages.explained_variance import explained_varia
 from megatron_rl.algorithms.advantages.token import token_advantages
 from megatron_rl.algorithms.advantages.whitening import SumOverRanks
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.types.training import Microbatch
 
 

@@ -11,10 +11,9 @@ from walk import SpreadSource, debug_dims
 
 from megatron_rl.batching.build import build_train_batch
 from megatron_rl.checkpoint.hf_folder import CheckpointError, write_folder
+from megatron_rl.config.algorithm_sections import AlgorithmSection, KlSection
 from megatron_rl.config.sections import (
-    AlgorithmSection,
     CriticSection,
-    KlSection,
     OptimizerSection,
     SyncSection,
     TrainerSection,

@@ -18,6 +18,7 @@ from launch import run_distributed
 
 MOE = "qwen3_moe"
 DENSE = "llama"
+VAPO = {"algorithms": ["vapo"]}
 ONE_RANK = [
     {"name": "TP1", "layout": {}},
     {"name": "TP1, one microbatch", "layout": {}, "num_microbatches": 1},
@@ -27,6 +28,9 @@ ONE_RANK = [
     {"name": "TP1, full recompute", "layout": {}, "section": {"recompute": "full"}},
     {"name": "TP1, selective recompute", "layout": {}, "section": {"recompute": "selective"}},
     {"name": "TP1, plain optimizer", "layout": {}, "distributed_optimizer": False},
+    {"name": "TP1, shared prompts", "layout": {}, "share": True, "num_microbatches": 1},
+    {"name": "TP1, shared prompts, groups split", "layout": {}, "share": True, "section": {"recompute": "full"}} | VAPO,
+    {"name": "TP1, shared prompts, selective", "layout": {}, "share": True, "section": {"recompute": "selective"}} | VAPO,
 ]
 TWO_RANKS = [
     {"name": "TP2", "layout": {"tp": 2, "etp": 2}},
@@ -40,8 +44,13 @@ TWO_RANKS = [
         "layout": {"dp": 2},
         "section": {"megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}},
     },
+    {"name": "TP2, shared prompts", "layout": {"tp": 2, "etp": 2}, "share": True} | VAPO,
+    {"name": "PP2 VPP2, shared prompts", "layout": {"pp": 2, "virtual_pp": 2}, "share": True} | VAPO,
+    {"name": "DP2, shared prompts", "layout": {"dp": 2}, "num_microbatches": 1, "share": True} | VAPO,
+    {"name": "CP2, not shared", "layout": {"cp": 2}, "share": True} | VAPO,
 ]
 TWO_RANKS_MOE = [
+    {"name": "TP2 EP2 ETP1, shared prompts", "layout": {"tp": 2, "ep": 2}, "share": True} | VAPO,
     {"name": "EP2", "layout": {"dp": 2, "ep": 2}},
     {"name": "TP2 EP2 ETP1", "layout": {"tp": 2, "ep": 2}},
     {"name": "EP2, plain optimizer", "layout": {"dp": 2, "ep": 2}, "distributed_optimizer": False},
@@ -49,6 +58,7 @@ TWO_RANKS_MOE = [
 ]
 FOUR_RANKS = [
     {"name": "TP2 PP2", "layout": {"tp": 2, "etp": 2, "pp": 2}},
+    {"name": "TP2 PP2, shared prompts", "layout": {"tp": 2, "etp": 2, "pp": 2}, "share": True} | VAPO,
     {"name": "TP2 DP2", "layout": {"tp": 2, "etp": 2, "dp": 2}},
     {"name": "TP2 CP2", "layout": {"tp": 2, "etp": 2, "cp": 2}},
     {"name": "PP2 CP2", "layout": {"pp": 2, "cp": 2}},
@@ -58,6 +68,7 @@ FOUR_RANKS_MOE = [
     {"name": "EP4", "layout": {"dp": 4, "ep": 4}},
     {"name": "TP2 EP4 DP2", "layout": {"tp": 2, "dp": 2, "ep": 4}},
     {"name": "PP2 EP2 DP2", "layout": {"pp": 2, "dp": 2, "ep": 2}},
+    {"name": "PP2 EP2 DP2, shared prompts", "layout": {"pp": 2, "dp": 2, "ep": 2}, "num_microbatches": 1, "share": True} | VAPO,
     {"name": "EP2 DP4", "layout": {"dp": 4, "ep": 2}},
 ]
 
@@ -144,8 +155,8 @@ def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, An
         "loss/explained_variance": 1e-5,
         "critic/grad_norm": gradient_tolerance,
     }
-    for name, steps in expected["steps"].items():
-        for number, (mine, theirs) in enumerate(zip(result["steps"][name], steps, strict=True)):
+    for name, steps in result["steps"].items():
+        for number, (mine, theirs) in enumerate(zip(steps, expected["steps"][name], strict=True)):
             for metric, tolerance in tolerances.items():
                 if metric not in theirs:  # GSPO has no critic
                     continue

@@ -18,7 +18,8 @@ from launch import Rank  # beside this file; `launch` puts the folder on the pat
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.config.sections import AlgorithmSection, MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import MegatronSection, OptimizerSection, TrainerSection
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.declaration import ModelDims, ModelFamily
 from megatron_rl.model_families.registry import get_family
@@ -38,6 +39,8 @@ from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Denominators, Microbatch
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 7, 23)
+GROUPS = {0: "a", 1: "a", 3: "a", 7: "a", 2: "b", 5: "b", 6: "b"}  # sequence 4 stands alone
+PROMPT_LENGTHS = {"a": 4, "b": 6}
 WEIGHT_SEED, DATA_SEED = 3, 11
 ALGORITHMS = {
     "vapo": AlgorithmSection(
@@ -74,12 +77,16 @@ class SpreadSource(RandomSource):
 def sequences(vocab_size: int) -> list[dict[str, Any]]:
     """The global batch: per sequence its tokens, mask and the arrays that a loss reads."""
     rng = np.random.default_rng(DATA_SEED)
+    prompts = {group: rng.integers(0, vocab_size, length) for group, length in PROMPT_LENGTHS.items()}
     batch = []
-    for length in LENGTHS:
+    for member, length in enumerate(LENGTHS):
+        tokens = rng.integers(0, vocab_size, length)
+        if member in GROUPS:
+            tokens[: PROMPT_LENGTHS[GROUPS[member]]] = prompts[GROUPS[member]]
         mask = np.arange(length) >= max(1, length // 3)
         batch.append(
             {
-                "token_ids": rng.integers(0, vocab_size, length),
+                "token_ids": tokens,
                 "mask": mask & (rng.random(length) < 0.9),
                 "rollout_logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
                 "advantages": np.full(length, rng.normal(), dtype=np.float32),
@@ -90,13 +97,18 @@ def sequences(vocab_size: int) -> list[dict[str, Any]]:
     return batch
 
 
-def pack(batch: list[dict[str, Any]], members: list[int]) -> Microbatch:
-    """One microbatch of the given members of the batch."""
+def pack(batch: list[dict[str, Any]], members: list[int], *, share: bool = False) -> Microbatch:
+    """One microbatch of the given members of the batch; with `share`, neighbours of one group share their prompt."""
     if not members:
         return empty_microbatch()
     chosen = [batch[i] for i in members]
     lengths = [len(item["token_ids"]) for item in chosen]
     mask = np.concatenate([item["mask"] for item in chosen])
+    groups = [GROUPS.get(member) for member in members]
+    shared = [
+        PROMPT_LENGTHS[group] if share and group and group == before else 0
+        for before, group in zip([None, *groups], groups, strict=False)
+    ]
     return Microbatch(
         token_ids_T=np.concatenate([item["token_ids"] for item in chosen]),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
@@ -109,6 +121,7 @@ def pack(batch: list[dict[str, Any]], members: list[int]) -> Microbatch:
             name: np.where(mask, np.concatenate([item[name] for item in chosen]), 0).astype(np.float32)
             for name in ("rollout_logprobs", "advantages")
         },
+        shared_prefix_S=np.array(shared, dtype=np.int32),
     )
 
 
@@ -204,7 +217,8 @@ def policy(
 def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case: log-probs and values by sequence, and metrics of three optimizer steps per algorithm.
 
-    A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`.
+    A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`, `share` (compute
+    common prompts once) and `algorithms` (names; default: all).
     """
     results = []
     with joined(me) as platform:
@@ -214,7 +228,8 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
             if "megatron" in section:
                 section["megatron"] = MegatronSection(**section["megatron"])
             result: dict[str, Any] = {"steps": {}}
-            for name, algorithm in ALGORITHMS.items():
+            for name in case.get("algorithms", ALGORITHMS):
+                algorithm = ALGORITHMS[name]
                 with policy(
                     me,
                     platform,
@@ -242,7 +257,10 @@ def run_case(
     members = case.get("order", list(range(len(batch))))
     mine = members[coords_of(trainer.layout, me.rank).dp :: dp]
     parts = split(mine, case.get("num_microbatches", 2))
-    microbatches = [pack(batch, part) for part in parts]
+    share = case.get("share", False)
+    if share:
+        parts = [sorted(part, key=lambda member: GROUPS.get(member, "")) for part in parts]
+    microbatches = [pack(batch, part, share=share) for part in parts]
     scores = {"logprobs": by_sequence(parts, microbatches, trainer.compute_logprobs(microbatches, score_all=True))}
     annotated = trainer.annotate(microbatches, algorithm.needs)
     steps[name] = [{} for _ in range(3)]

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.algorithms.inputs import LossInputs
-from megatron_rl.config.sections import AlgorithmSection, CorrectionSection, KlSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, KlSection
 from megatron_rl.types.training import Denominators
 
 

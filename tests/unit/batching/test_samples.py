@@ -41,6 +41,7 @@ def test_arrays_are_token_aligned(group: TrajectoryGroup) -> None:
     assert second.token_ids_L.tolist() == [11, 12, 13, 1, 2, 3, 4]
     assert second.loss_mask_L.tolist() == [False] * 3 + [True] * 4
     assert second.versions_L.tolist() == [-1, -1, -1, 7, 7, 7, 8]
+    assert second.num_prompt_tokens == 3
     np.testing.assert_allclose(second.rollout_logprobs_L, [0, 0, 0, -0.1, -0.2, -0.3, -0.4], rtol=1e-6)
     assert (second.reward, second.advantage, second.is_correct, second.is_truncated) == (0.25, -0.5, False, True)
     assert (first.sample_id, first.group_id, first.is_correct, first.is_truncated) == ("t0", "g0", True, False)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
-from megatron_rl.config.sections import AlgorithmSection, RunSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import RunSection, TrainerSection
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import (

@@ -9,8 +9,8 @@ import math
 import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.sections import (
-    AlgorithmSection,
     CriticSection,
     OptimizerSection,
     RunSection,

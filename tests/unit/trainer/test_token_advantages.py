@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.algorithms.advantages.whitening import identity
 from megatron_rl.batching.build import build_train_batch
-from megatron_rl.config.sections import AlgorithmSection, KlSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, KlSection
 from megatron_rl.trainer.token_advantages import add_token_advantages
 from megatron_rl.types.training import Microbatch, TrainSample
 
