@@ -10,6 +10,8 @@ from megatron_rl.config.provenance import Problem
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "reinforce_pp_baseline")
 """Advantages that compare the samples of one prompt: a single sample has none."""
 
+WHITENED_ADVANTAGES = ("gae", "reinforce_pp", "reinforce_pp_baseline")
+
 TOKEN_ADVANTAGES = ("gae", "reinforce_pp")
 """Advantages made per token: only they can take a discount and a KL penalty in the reward."""
 
@@ -72,6 +74,8 @@ def _check_advantage(algorithm: AlgorithmSection, samples_per_prompt: int) -> It
     if algorithm.gamma != 1 and algorithm.advantage not in TOKEN_ADVANTAGES:
         reason = f"advantage {algorithm.advantage} has no discount; expected 1.0, got {algorithm.gamma:g}"
         yield "algorithm.gamma", reason
+    if not algorithm.whiten_advantages and algorithm.advantage not in WHITENED_ADVANTAGES:
+        yield "algorithm.whiten_advantages", f"advantage {algorithm.advantage} is not whitened; remove it"
 
 
 def _check_loss(algorithm: AlgorithmSection) -> Iterator[Problem]:

@@ -158,8 +158,7 @@ class AlgorithmSection:
     lambda_alpha: float | None = None
     """Length-adaptive lambda 1 - 1/(alpha l) (VAPO); None: `lambda_actor`."""
     whiten_advantages: bool = True
-    """Advantages per token (gae; reinforce_pp with a discount or a KL in the reward) get mean 0 and variance 1 over all
-    tokens of the step."""
+    """gae, reinforce_pp and reinforce_pp_baseline: mean 0 and variance 1 over all tokens of the step."""
     positive_nll_coefficient: float = 0.0
     skip_zero_variance_groups: bool = False
     """Leave groups whose samples all got one score out of the batch (they carry no policy gradient)."""

@@ -92,6 +92,8 @@ class Experiment:
             trainers = self._create_trainers(cluster)
             critic = None if self._critic_layout is None else self._create_critic(cluster, self._critic_layout)
             engines += self._create_engines(cluster)
+            if self._critic_layout is not None:
+                logger.info("%d critic ranks (%s)", self._critic_layout.world_size, _sizes(self._critic_layout))
             groups = [trainers] if critic is None else [trainers, critic]
             shares_prompts, addresses = await self._start(groups, engines)
             logger.info(

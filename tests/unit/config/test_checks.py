@@ -94,6 +94,7 @@ def test_the_example_is_sound(path: Path) -> None:
         ("critic.layout={num_ranks: 2, dp: 1}", "critic.layout.dp", "= 2, got 1"),
         ("trainer.layout.ep=0", "trainer.layout.ep", "at least 1, got 0"),
         ("critic.layout.tp=0", "critic.layout.tp", "at least 1, got 0"),
+        ("algorithm.whiten_advantages=false", "algorithm.whiten_advantages", "advantage grpo is not whitened"),
         ("critic.path=reward/model", "critic.path", "advantage grpo has no critic"),
         (
             "critic.optimizer={schedule: linear, learning_rate: 1e-6, min_learning_rate: 1e-5}",
