@@ -20,8 +20,9 @@ from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutS
 from megatron_rl.types.training import TrainBatch
 
 T = TypeVar("T")
-NODE_VERDICT_S = 5.0
-"""When an engine over nodes fails: how long until the nodes' own processes have told whether they live."""
+NODE_VERDICT_S = 20.0
+"""When an engine over nodes fails: how long until the nodes' own processes have told whether they live. A server whose main
+process died gets ten seconds to end its children."""
 
 
 class ActorDiedError(RuntimeError):

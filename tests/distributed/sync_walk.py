@@ -114,7 +114,9 @@ async def _publish_and_compare(
             fresh = folder / f"hf-{round_number}"
             merge_export(f"{folder}/parts-{round_number}", fresh, get_family(family), model_dims, torch.float32)
             scores = (await target.score([TEXT]))[0]
-            worst = max(worst, float(np.abs(scores - _reference(fresh)).max()))
+            reference = _reference(fresh)
+            assert np.isfinite(scores).all() and np.ptp(reference) > 0.1, (scores, reference)
+            worst = max(worst, float(np.abs(scores - reference).max()))
     finally:
         await close()
     return worst
