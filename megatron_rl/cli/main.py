@@ -34,6 +34,11 @@ COMMANDS: Mapping[str, Command] = {
         "check an experiment file and print it with every value resolved",
         "megatron-rl config configs/quickstart.yaml trainer.layout.tp=2",
     ),
+    "loss-check": Command(
+        "megatron_rl.cli.loss_check",
+        "say whether the objective gives the same loss and gradient in every layout",
+        "megatron-rl loss-check configs/quickstart.yaml algorithm.clip_high=0.28",
+    ),
     "doctor": Command(
         "megatron_rl.cli.doctor",
         "say what is installed, what works and what to do about the rest",
