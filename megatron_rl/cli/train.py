@@ -16,7 +16,8 @@ from megatron_rl.config.load import LoadedExperiment, load_experiment
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
-from megatron_rl.controller.experiment import Experiment, UnservedError, engine_layout, trainer_layout
+from megatron_rl.controller.experiment import Experiment, UnservedError
+from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
 from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
 from megatron_rl.controller.placement import PlacementError
@@ -85,7 +86,7 @@ def _fail(error: Exception, status: int) -> int:
 
 def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: ModelSetup) -> None:
     """Refuse sizes that the model does not divide into. Raises ConfigError with file and line."""
-    loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config)))
+    loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.trainer.layout)))
     loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
     loaded.provenance.reject(check_teacher(config.algorithm.reference, model))
 

@@ -95,6 +95,8 @@ RANGES: Mapping[str, Range] = {
     "rollout.embedded.max_context": COUNT,
     "rollout.embedded.num_threads": COUNT,
     "rollout.sglang.tp_size": COUNT,
+    "rollout.sglang.ep_size": COUNT,
+    "rollout.sglang.attn_dp_size": COUNT,
     "rollout.sglang.num_nodes": COUNT,
     "rollout.sglang.num_concurrent": COUNT,
     "rollout.sglang.start_timeout_s": POSITIVE,

@@ -136,6 +136,11 @@ class SglangSection:
     """Real SGLang servers. `server_args` takes every SGLang server option by its Python name."""
 
     tp_size: int = 1
+    ep_size: int = 1
+    """Expert parallelism inside an engine: its ranks form `ep_size` groups, each holds its part of the experts."""
+    attn_dp_size: int = 1
+    """Data-parallel attention inside an engine. `reshard-plan` knows it; a run is refused while SGLang cannot update such
+    engines."""
     num_nodes: int = 1
     """Nodes that one engine spans (--nnodes)."""
     urls: tuple[str, ...] = ()
@@ -174,6 +179,8 @@ class LayoutSection:
     etp: int | None = None
     dp: int | None = None
     num_ranks: int = 1
+    layers_per_chunk: tuple[int, ...] | None = None
+    """Layers of every model chunk in pipeline order (chunk v of stage p is entry v * pp + p); None: evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,12 @@ from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.platforms.platform import select_platform
 from megatron_rl.resharding.execute import Address, execute_send
+from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.choice import annotate_choice
 from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
 from megatron_rl.trainer.policy import PolicyTrainer
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SourceParam
 from megatron_rl.types.training import Microbatch, TrainBatch
 
 
@@ -121,10 +122,13 @@ class PolicyWorker:
             spec=self._spec,
             trainer_vocab_multiple=setup.model.vocab_multiple,
         )
+        chunks = self._trainer.chunk_parameters()
+        held = {SourceParam(n, name): tuple(p.shape) for n, chunk in enumerate(chunks) for name, p in chunk.items()}
+        check_held(setup.model.family, plan.key, self._rank, held)
         return execute_send(
             plan,
             self._rank,
-            self._trainer.chunk_parameters(),
+            chunks,
             addresses,
             key=key,
             version=version,

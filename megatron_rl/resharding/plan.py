@@ -3,7 +3,7 @@
 Pure and torch-free. It follows from a `PlanKey` alone (family, dims, both layouts), is made once per key, proven (coverage
 and ownership) before anyone gets it, and cached by that key: a plan of another layout is another plan.
 
-    boxes    what one engine receives, columnar, by the class of trainer ranks that hold it   (boxes.py)
+    boxes    what one engine receives, columnar, by the class of trainer ranks that hold it   (box_table.py)
     spans    who of each class sends which run of boxes to which engine rank                  (spans.py, sources.py)
 
 `TransferOp` is a row view; `columns` expands everything, which large layouts never need.
@@ -22,7 +22,7 @@ from megatron_rl.layout.checks import check_engine_layout, check_trainer_layout
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import declared_family
 from megatron_rl.model_families.shards import engine_shapes
-from megatron_rl.resharding.boxes import BoxTable, PlanKey, build_boxes
+from megatron_rl.resharding.box_table import BoxTable, PlanKey, build_boxes
 from megatron_rl.resharding.coverage import check_coverage, check_spans
 from megatron_rl.resharding.ownership import check_ownership
 from megatron_rl.resharding.sources import SourceClasses

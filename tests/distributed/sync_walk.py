@@ -76,7 +76,7 @@ def walk_sync(me: Rank, *, dims: dict, family: str, layouts: list[dict], engine:
     results = {}
     for number, sizes in enumerate(layouts):
         layout = ParallelLayout(**sizes)
-        worker = PolicyWorker(_setup(ModelDims(**dims), family, layout, engine["tp"]), me.rank)
+        worker = PolicyWorker(_setup(ModelDims(**dims), family, layout, _engine_layout(engine)), me.rank)
         worker.start(("127.0.0.1", me.port + number))
         commands = Commands(worker, bytes.fromhex(key_hex))
         with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ async def _publish_and_compare(
     commands: Commands, layout: ParallelLayout, family: str, dims: dict, engine: dict, folder: Path
 ) -> float:
     model_dims = ModelDims(**dims)
-    plan = build_reshard_plan(family, model_dims, layout, EngineLayout(tp=engine["tp"]))
+    plan = build_reshard_plan(family, model_dims, layout, _engine_layout(engine))
     target, addresses, close = await _engine(engine, model_dims, commands.key)
     sync = WeightSync(plan, commands, [target], addresses, commands.key, SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000))
     worst = 0.0
@@ -140,6 +140,10 @@ async def _engine(engine: dict, dims: ModelDims, key: bytes):
     return embedded, [receiver.address for receiver in receivers], close
 
 
+def _engine_layout(engine: dict) -> EngineLayout:
+    return EngineLayout(tp=engine["tp"], ep=engine.get("ep", 1))
+
+
 def _train(worker: PolicyWorker, layout: ParallelLayout, seed: int) -> None:
     """One supervised step on random sequences, so that weights differ from the start and from round to round."""
     rng = np.random.default_rng(seed)
@@ -166,7 +170,7 @@ def _reference(folder: Path) -> np.ndarray:
     return np.concatenate([[0.0], logprobs.numpy()])
 
 
-def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_tp: int) -> WorkerSetup:
+def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_layout: EngineLayout) -> WorkerSetup:
     return WorkerSetup(
         model=ModelSetup(family, dims, None, seed=5, vocab_multiple=1),
         dtype="fp32",
@@ -174,7 +178,7 @@ def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_tp: int)
         algorithm=AlgorithmSection(),
         sync=SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000),
         layout=layout,
-        engine_layout=EngineLayout(tp=engine_tp),
+        engine_layout=engine_layout,
         temperature=1.0,
         seed=5,
         start_timeout_s=TIMEOUT_S,
