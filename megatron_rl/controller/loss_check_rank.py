@@ -40,7 +40,7 @@ def run_rank(
     port: int,
     seed: int,
     timeout_s: float,
-) -> list[tuple[float, float]]:
+) -> Iterator[tuple[float, float]]:
     """(loss, gradient norm) of each (layout, number of microbatches, reversed order). Rank 0 listens on `port`."""
     torch.set_num_threads(1)
     platform = CpuPlatform()
@@ -48,13 +48,12 @@ def run_rank(
     init_distributed(
         platform, rank=rank, world_size=world_size, master_address="127.0.0.1", master_port=port, timeout_s=timeout_s
     )
-    results = []
     for layout, num_microbatches, is_reversed in cases:
         with _tiny_policy(family, layout, rank, platform) as trainer:
             options: dict[str, Any] = {"num_microbatches": num_microbatches, "is_reversed": is_reversed, "seed": seed}
-            results.append(measure_objective(trainer, section, rank, **options))
+            result = measure_objective(trainer, section, rank, **options)
+        yield result
     destroy_distributed()
-    return results
 
 
 def measure_objective(

@@ -14,7 +14,6 @@ from megatron_rl.algorithms.advantages.token import token_advantages
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.batching.build import build_microbatch, compute_denominators
 from megatron_rl.config.algorithm_sections import AlgorithmSection
-from megatron_rl.trainer.policy import empty_microbatch
 from megatron_rl.types.training import Denominators, Microbatch, TrainSample
 
 GROUP_SIZES = (4, 3, 4, 1)
@@ -83,7 +82,7 @@ def denominators_of(samples: Sequence[SyntheticSample], section: AlgorithmSectio
 
 
 def _pack(samples: Sequence[SyntheticSample], members: list[int]) -> Microbatch:
-    microbatch = build_microbatch([item.sample for item in samples], members) if members else empty_microbatch()
+    microbatch = build_microbatch([item.sample for item in samples], members)
     extra = {
         name: np.concatenate([samples[i].arrays[name] for i in members] or [np.zeros(0, dtype=np.float32)])
         for name in samples[0].arrays

@@ -21,7 +21,7 @@ DENSE = "llama"
 PPO = {"algorithms": ["ppo"]}
 ONE_RANK = [
     {"name": "TP1", "objectives": True, "layout": {}},
-    {"name": "TP1, one microbatch", "objectives": True, "layout": {}, "num_microbatches": 1},
+    {"name": "TP1, one microbatch", "layout": {}, "num_microbatches": 1},
     {"name": "TP1, one sequence per microbatch", "layout": {}, "num_microbatches": 8},
     {"name": "TP1, more microbatches than sequences", "layout": {}, "num_microbatches": 9},
     {"name": "TP1, other order", "objectives": True, "layout": {}, "order": [6, 1, 7, 0, 3, 5, 2, 4], "num_microbatches": 3},
@@ -100,7 +100,7 @@ def test_training_moves(oracle: list[dict[str, Any]]) -> None:
         losses = [step["loss/total"] for step in steps]
         assert losses[1] < losses[0]
         assert all(step["grad_norm"] > 0.01 for step in steps)
-    assert all(grad_norm > 1e-3 for _, grad_norm in oracle[0]["objectives"].values())
+    assert all(grad_norm > 1e-3 for _, grad_norm in oracle[0].get("objectives", {}).values())
 
 
 def test_two_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
