@@ -5,22 +5,25 @@ Every method is collective over the ranks of a layout: the group calls it on all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_export import write_export_part
+from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
 from megatron_rl.checkpoint.hf_shards import import_params
+from megatron_rl.config.algorithm_sections import ReferenceSection
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.critic_worker import CriticPart, ValuesBySample, join, mean_metrics, with_values
 from megatron_rl.controller.interfaces import free_address
+from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.resharding.execute import Address, execute_send
 from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
+from megatron_rl.trainer.choice import annotate_choice
 from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.token_advantages import add_token_advantages
@@ -34,6 +37,7 @@ class PolicyWorker:
     def __init__(self, setup: WorkerSetup, rank: int, interface: str = "127.0.0.1") -> None:
         self._setup, self._rank, self._interface = setup, rank, interface
         self._algorithm = build_algorithm(setup.algorithm)
+        self._reference: Reference | None = None
         torch.set_num_threads(setup.section.num_threads)
 
     def free_address(self) -> Address:
@@ -57,17 +61,7 @@ class PolicyWorker:
             temperature=setup.temperature,
             vocab_multiple=setup.model.vocab_multiple,
         )
-        chunks = import_params(
-            setup.model.source(),
-            setup.model.family,
-            setup.model.dims,
-            setup.layout,
-            self._rank,
-            spec=self._spec,
-            vocab_multiple=setup.model.vocab_multiple,
-            dtype=torch.float32,
-        )
-        self._trainer.load_parameters(chunks)
+        self._trainer.load_parameters(self._import(setup.model.source()))
         self._critic = CriticPart(setup, self._rank, platform) if setup.critic is not None else None
         return self._trainer.shares_prompts
 
@@ -79,8 +73,9 @@ class PolicyWorker:
         if self._critic is not None and not self._critic.has_own_start:
             self._critic.trainer.load_policy(self._trainer.chunk_parameters())
         if "ref_logprobs" in self._algorithm.needs:
-            chunks = self._trainer.chunk_parameters()
-            self._reference = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in chunks]
+            if self._reference is None:
+                self._reference = self._build_reference(self._algorithm.section.reference)
+            self._reference.begin_phase(self._trainer.chunk_parameters())
 
     def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         """Start value pretraining or the critic's part of RL: as `begin_phase`, for the critic's optimizer."""
@@ -103,6 +98,8 @@ class PolicyWorker:
         metrics |= mean_metrics(steps)
         if self._critic is not None:
             metrics |= self._critic.train([microbatches for microbatches, _ in annotated], batch)
+        if self._reference is not None:
+            self._reference.end_step(self._trainer.chunk_parameters())
         return metrics if self._rank == 0 else None
 
     def value_step(self, batch: TrainBatch) -> dict[str, float] | None:
@@ -166,7 +163,9 @@ class PolicyWorker:
         """Each minibatch with what its loss reads and the algorithm that reads it, and metrics of the annotation."""
         algorithm = self._algorithm
         # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
-        first = algorithm if algorithm.has_kl_in_reward else replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
+        first = algorithm
+        if not algorithm.has_kl_in_reward and "chosen" not in algorithm.needs:
+            first = replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
         algorithms = [first] + [algorithm] * (len(batch.minibatches) - 1)
         annotated = [
             self._annotate(minibatch.microbatches[0], algorithm.needs, values)
@@ -176,6 +175,8 @@ class PolicyWorker:
         if algorithm.has_token_advantages:
             reduce_sum = self._trainer.sum_over_data_parallel
             annotated, metrics = add_token_advantages(annotated, algorithm.section, reduce_sum)
+        if "chosen" in algorithm.needs:
+            annotated = [annotate_choice(part, algorithm.section, self._setup.seed) for part in annotated]
         return list(zip(annotated, algorithms, strict=True)), metrics
 
     def _annotate(
@@ -188,30 +189,32 @@ class PolicyWorker:
             annotated = [with_values(microbatch, values) for microbatch in annotated]
         if "ref_logprobs" not in needs:
             return annotated
-        with swapped_weights(self._trainer.chunk_parameters(), self._reference):
+        assert self._reference is not None, "begin_phase comes first"
+        with self._reference.swapped_into(self._trainer.chunk_parameters()):
             scores = self._trainer.compute_logprobs(microbatches)
         return [
             replace(microbatch, token_arrays={**microbatch.token_arrays, "ref_logprobs": logprobs_T})
             for microbatch, logprobs_T in zip(annotated, scores, strict=True)
         ]
 
+    def _build_reference(self, section: ReferenceSection) -> Reference:
+        path = section.path
+        return Reference(section, None if path is None else lambda: self._import(FolderSource(path)))
+
+    def _import(self, source: TensorSource) -> list[dict[str, torch.Tensor]]:
+        """Whole tensors -> this rank's shards, by Megatron's local names."""
+        setup = self._setup
+        return import_params(
+            source,
+            setup.model.family,
+            setup.model.dims,
+            setup.layout,
+            self._rank,
+            spec=self._spec,
+            vocab_multiple=setup.model.vocab_multiple,
+            dtype=torch.float32,
+        )
+
     @property
     def _spec(self) -> str:
         return "te" if self._trainer.uses_transformer_engine else "local"
-
-
-@contextmanager
-def swapped_weights(live: Sequence[Mapping[str, torch.Tensor]], other: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[None]:
-    """The model computes with `other` inside; its own weights come back bit by bit. The optimizer sees nothing of it."""
-    own = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in live]
-    try:
-        _copy_weights(other, live)
-        yield
-    finally:
-        _copy_weights(own, live)
-
-
-def _copy_weights(source: Sequence[Mapping[str, torch.Tensor]], target: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    for source_chunk, target_chunk in zip(source, target, strict=True):
-        for name, tensor in target_chunk.items():
-            tensor.copy_(source_chunk[name])

@@ -20,11 +20,11 @@ MOE = "qwen3_moe"
 DENSE = "llama"
 VAPO = {"algorithms": ["vapo"]}
 ONE_RANK = [
-    {"name": "TP1", "layout": {}},
+    {"name": "TP1", "objectives": True, "layout": {}},
     {"name": "TP1, one microbatch", "layout": {}, "num_microbatches": 1},
     {"name": "TP1, one sequence per microbatch", "layout": {}, "num_microbatches": 8},
     {"name": "TP1, more microbatches than sequences", "layout": {}, "num_microbatches": 9},
-    {"name": "TP1, other order", "layout": {}, "order": [6, 1, 7, 0, 3, 5, 2, 4], "num_microbatches": 3},
+    {"name": "TP1, other order", "objectives": True, "layout": {}, "order": [6, 1, 7, 0, 3, 5, 2, 4], "num_microbatches": 3},
     {"name": "TP1, full recompute", "layout": {}, "section": {"recompute": "full"}},
     {"name": "TP1, selective recompute", "layout": {}, "section": {"recompute": "selective"}},
     {"name": "TP1, plain optimizer", "layout": {}, "distributed_optimizer": False},
@@ -33,11 +33,11 @@ ONE_RANK = [
     {"name": "TP1, shared prompts, selective", "layout": {}, "share": True, "section": {"recompute": "selective"}} | VAPO,
 ]
 TWO_RANKS = [
-    {"name": "TP2", "layout": {"tp": 2, "etp": 2}},
-    {"name": "PP2", "layout": {"pp": 2}, "num_microbatches": 3},
+    {"name": "TP2", "objectives": True, "layout": {"tp": 2, "etp": 2}},
+    {"name": "PP2", "objectives": True, "layout": {"pp": 2}, "num_microbatches": 3},
     {"name": "PP2 VPP2", "layout": {"pp": 2, "virtual_pp": 2}, "num_microbatches": 3},
-    {"name": "CP2", "layout": {"cp": 2}},
-    {"name": "DP2", "layout": {"dp": 2}, "num_microbatches": 3},
+    {"name": "CP2", "objectives": True, "layout": {"cp": 2}},
+    {"name": "DP2", "objectives": True, "layout": {"dp": 2}, "num_microbatches": 3},
     {"name": "DP2, plain optimizer", "layout": {"dp": 2}, "distributed_optimizer": False},
     {
         "name": "DP2, overlapped",
@@ -51,7 +51,7 @@ TWO_RANKS = [
 ]
 TWO_RANKS_MOE = [
     {"name": "TP2 EP2 ETP1, shared prompts", "layout": {"tp": 2, "ep": 2}, "share": True} | VAPO,
-    {"name": "EP2", "layout": {"dp": 2, "ep": 2}},
+    {"name": "EP2", "objectives": True, "layout": {"dp": 2, "ep": 2}},
     {"name": "TP2 EP2 ETP1", "layout": {"tp": 2, "ep": 2}},
     {"name": "EP2, plain optimizer", "layout": {"dp": 2, "ep": 2}, "distributed_optimizer": False},
     {"name": "CP2 EP2", "layout": {"cp": 2, "ep": 2}},
@@ -69,7 +69,7 @@ FOUR_RANKS_MOE = [
     {"name": "TP2 EP4 DP2", "layout": {"tp": 2, "dp": 2, "ep": 4}},
     {"name": "PP2 EP2 DP2", "layout": {"pp": 2, "dp": 2, "ep": 2}},
     {"name": "PP2 EP2 DP2, shared prompts", "layout": {"pp": 2, "dp": 2, "ep": 2}, "num_microbatches": 1, "share": True} | VAPO,
-    {"name": "EP2 DP4", "layout": {"dp": 4, "ep": 2}},
+    {"name": "EP2 DP4", "objectives": True, "layout": {"dp": 4, "ep": 2}},
 ]
 
 
@@ -110,6 +110,7 @@ def test_training_moves(oracle: list[dict[str, Any]]) -> None:
     values = [step["loss/value"] for step in oracle[0]["steps"]["vapo"]]
     assert values[2] < values[1] < values[0]
     assert 0 < oracle[0]["steps"]["vapo"][2]["loss/value_clip_fraction"] < 1
+    assert all(grad_norm > 1e-3 for _, grad_norm in oracle[0].get("objectives", {}).values())
 
 
 def test_two_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
@@ -125,11 +126,11 @@ def check(family: str, world_size: int, cases: list[dict[str, Any]], expected: d
     by_rank = run_distributed(walk_layouts, world_size, timeout_s=120 + 40 * len(cases), family=family, cases=cases)
     wrong: list[str] = []
     for index, case in enumerate(cases):
-        together: dict[str, Any] = {"steps": by_rank[0][index]["steps"], "logprobs": {}, "values": {}}
+        together: dict[str, Any] = {**by_rank[0][index], "logprobs": {}, "values": {}}
         for results in by_rank:
             for name in ("logprobs", "values"):
                 together[name] |= results[index][name]
-            if results[index]["steps"] != by_rank[0][index]["steps"]:
+            if any(results[index].get(key) != by_rank[0][index].get(key) for key in ("steps", "objectives")):
                 wrong.append(f"{case['name']}: ranks report different metrics")
         wrong += compare(case, together, expected)
     assert not wrong, "\n".join(wrong)
@@ -162,4 +163,11 @@ def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, An
                     continue
                 if mine[metric] != pytest.approx(theirs[metric], rel=tolerance, abs=tolerance * 0.1):
                     wrong.append(f"{case['name']}, {name}, step {number}: {metric} {mine[metric]}, expected {theirs[metric]}")
+    for name, (loss, grad_norm) in result.get("objectives", {}).items():
+        for what, mine, theirs, tolerance in (
+            ("loss", loss, expected["objectives"][name][0], 1e-5),
+            ("gradient norm", grad_norm, expected["objectives"][name][1], gradient_tolerance),
+        ):
+            if mine != pytest.approx(theirs, rel=tolerance, abs=tolerance * 0.1):
+                wrong.append(f"{case['name']}, objective {name}: {what} {mine}, expected {theirs}")
     return wrong
