@@ -18,14 +18,15 @@ BODY = "model: {family: llama, path: p}\ndata: {sources: [{name: s, kind: jsonl,
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_command_has_its_file_and_shows_an_example(name: str) -> None:
     """Read as source: importing `train` takes ten seconds."""
-    assert cli.COMMANDS[name].module == f"megatron_rl.cli.{name}"
-    source = Path(cli.__file__).with_name(f"{name}.py").read_text()
+    file = name.replace("-", "_")
+    assert cli.COMMANDS[name].module == f"megatron_rl.cli.{file}"
+    source = Path(cli.__file__).with_name(f"{file}.py").read_text()
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     assert {"add_parser", "run"} <= functions.keys()
     assert f"example:\\n  megatron-rl {name}" in ast.unparse(functions["add_parser"])
 
 
-@pytest.mark.parametrize("name", ["config", "doctor"])
+@pytest.mark.parametrize("name", ["config", "doctor", "reshard-plan"])
 def test_help_of_one_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([name, "--help"])
