@@ -81,7 +81,7 @@ class Experiment:
         try:
             trainers = self._create_trainers(cluster)
             engines += self._create_engines(cluster)
-            addresses = await self._start(trainers, engines)
+            shares_prompts, addresses = await self._start(trainers, engines)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
@@ -89,7 +89,8 @@ class Experiment:
             weight_sync = WeightSync(
                 self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
             )
-            await self._training_loop(data, engines, trainers, weight_sync, telemetry).execute()
+            batcher = Batcher(self._algorithm, config.trainer, self._layout, config.run, shares_prompts=shares_prompts)
+            await self._training_loop(data, engines, trainers, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers)
         finally:
@@ -97,24 +98,27 @@ class Experiment:
             cluster.close()
             telemetry.close()
 
-    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> list[Address]:
-        """Start everything side by side; the receivers' addresses, engine by engine."""
+    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
+        """Start everything side by side: (whether trainers can share prompts, the receivers' addresses by engine)."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
-                _, starts = await asyncio.gather(trainers.start(), asyncio.gather(*(engine.start() for engine in engines)))
+                shares_prompts, starts = await asyncio.gather(
+                    trainers.start(), asyncio.gather(*(engine.start() for engine in engines))
+                )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
-        return [address for start in starts for address in start]
+        return shares_prompts, [address for start in starts for address in start]
 
     def _training_loop(
         self,
         data: DataBundle,
         engines: Sequence[RemoteEngine],
         trainers: TrainerGroup,
+        batcher: Batcher,
         weight_sync: WeightSync,
         telemetry: Telemetry,
     ) -> TrainingLoop:
@@ -130,7 +134,7 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             collector=collector,
-            batcher=Batcher(self._algorithm, config.trainer, self._layout, config.run),
+            batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.batching.build import build_microbatch, compute_denominators
 from megatron_rl.checkpoint.hf_export import merge_export
-from megatron_rl.config.sections import AlgorithmSection, OptimizerSection, SyncSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import OptimizerSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
 from megatron_rl.controller.setups import WorkerSetup
@@ -114,7 +115,9 @@ async def _publish_and_compare(
             fresh = folder / f"hf-{round_number}"
             merge_export(f"{folder}/parts-{round_number}", fresh, get_family(family), model_dims, torch.float32)
             scores = (await target.score([TEXT]))[0]
-            worst = max(worst, float(np.abs(scores - _reference(fresh)).max()))
+            reference = _reference(fresh)
+            assert np.isfinite(scores).all() and np.ptp(reference) > 0.1, (scores, reference)
+            worst = max(worst, float(np.abs(scores - reference).max()))
     finally:
         await close()
     return worst

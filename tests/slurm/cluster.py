@@ -116,7 +116,7 @@ class SlurmCluster:
     def processes(self) -> list[str]:
         """The command lines of all processes on the nodes, Slurm's own and this query left out."""
         shown = self.run(["ps", "-eo", "args", "--no-headers"]).stdout.splitlines()
-        own = ("ps -eo", "slurm", "munged", "unshare", "bash", "/bin/bash", "[", "setpriv")
+        own = ("ps -eo", "slurm", ": slurm", "munged", "unshare", "bash", "/bin/bash", "[", "setpriv")
         return [line for line in shown if not line.startswith(own)]
 
     def logs(self) -> str:

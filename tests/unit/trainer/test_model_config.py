@@ -52,7 +52,8 @@ def test_interleaved_stages_do_not_batch_their_sends() -> None:
 
 def test_an_uneven_pipeline_is_spelled_out() -> None:
     kwargs = plan(layout=ParallelLayout(pp=2, virtual_pp=2, layers_per_chunk=(2, 1, 0, 1)))
-    assert kwargs["pipeline_model_parallel_layout"] == [["embedding", "decoder", "decoder"], ["decoder"], [], ["decoder", "loss"]]
+    chunks = [["embedding", "decoder", "decoder"], ["decoder"], [], ["decoder", "loss"]]
+    assert kwargs["pipeline_model_parallel_layout"] == chunks
     assert "pipeline_model_parallel_layout" not in plan(layout=ParallelLayout(pp=2))
 
 
