@@ -143,6 +143,7 @@ def test_the_example_is_sound(path: Path) -> None:
             "algorithm.replay.num_groups",
             "expected 0",
         ),
+        ("algorithm={advantage: gae, loss: clip_cov}", "algorithm.advantage", "before advantages per token are made"),
         ("algorithm.replay.beta=1.5", "algorithm.replay.beta", "at most 1, got 1.5"),
         ("trainer.optimizer.beta2=1", "trainer.optimizer.beta2", "below 1, got 1"),
         (
