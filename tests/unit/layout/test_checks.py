@@ -29,6 +29,11 @@ def test_layouts_that_do_not_divide_the_model_are_named(dims, layout, key, reaso
     assert any(path == key and reason in text for path, text in problems), problems
 
 
+def test_the_key_is_that_of_the_section():
+    (problem,) = check_trainer_layout(MOE, ParallelLayout(tp=3), "critic.layout")[:1]
+    assert problem[0] == "critic.layout.tp"
+
+
 def test_layouts_that_fit_pass():
     assert check_trainer_layout(MOE, ParallelLayout(tp=2, pp=2, virtual_pp=2, ep=4, etp=2, dp=4)) == []
     assert check_engine_layout(MOE, EngineLayout(4), "rollout.embedded") == []
