@@ -20,6 +20,7 @@ from megatron_rl.config.sections import (
     ModelSection,
     RolloutSection,
     RunSection,
+    SyncSection,
     TrainerSection,
 )
 
@@ -34,6 +35,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_rollout(config.rollout, config.data)
     problems += check_optimizer(config.trainer)
+    problems += check_sync(config.sync)
     return problems
 
 
@@ -135,3 +137,10 @@ def check_optimizer(trainer: TrainerSection) -> Iterator[Problem]:
     if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
         reason = f"expected at most learning_rate {optimizer.learning_rate:g}, got {optimizer.min_learning_rate:g}"
         yield "trainer.optimizer.min_learning_rate", reason
+
+
+def check_sync(sync: SyncSection) -> Iterator[Problem]:
+    if sync.transport == "disk" and sync.directory is None:
+        yield "sync.directory", "transport disk needs a folder that trainers and engines share"
+    if sync.transport != "disk" and sync.directory is not None:
+        yield "sync.directory", f"transport {sync.transport} writes no files; remove it or set sync.transport: disk"

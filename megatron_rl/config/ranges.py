@@ -112,6 +112,8 @@ RANGES: Mapping[str, Range] = {
     "trainer.num_threads": COUNT,
     "sync.bucket_bytes": COUNT,
     "sync.timeout_s": POSITIVE,
+    "sync.probe_interval": COUNT_OR_OFF,
+    "sync.probe_tolerance": POSITIVE,
     "cluster.gpus_per_trainer_rank": NOT_NEGATIVE,
     "cluster.gpus_per_engine_rank": NOT_NEGATIVE,
     "cluster.start_timeout_s": POSITIVE,

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
 
 ENGINES: dict[str, str] = {

@@ -18,6 +18,7 @@ from megatron_rl.controller.batcher import Batcher
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
+from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
@@ -25,7 +26,7 @@ from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rewards.registry import load_reward
 from megatron_rl.rollout.collector import Collector, Scorer
@@ -36,6 +37,7 @@ from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
+NUM_PROBE_PROMPTS = 4
 
 
 class UnservedError(ValueError):
@@ -79,9 +81,9 @@ class Experiment:
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
             )  # fmt: skip
-            weight_sync = WeightSync(
-                self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
-            )
+            sync = config.sync
+            probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
+            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
             await self._training_loop(data, engines, trainers, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers)
@@ -240,6 +242,11 @@ def trainer_layout(config: ExperimentConfig) -> ParallelLayout:
         tp=section.tp, pp=section.pp, virtual_pp=section.virtual_pp, cp=section.cp,
         ep=section.ep, etp=section.etp, dp=section.dp,
     )  # fmt: skip
+
+
+def probe_tokens(data: DataBundle) -> list[tuple[int, ...]]:
+    """What probes score: the first prompts of the evaluation."""
+    return [prompt.token_ids for prompt in data.eval_prompts[:NUM_PROBE_PROMPTS]]
 
 
 def receiver_key(section: RolloutSection) -> bytes:

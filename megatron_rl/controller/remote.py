@@ -12,9 +12,9 @@ import ray
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.batcher import share_of
 from megatron_rl.layout.coords import coords_of
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.types.layout import ParallelLayout
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
 from megatron_rl.types.training import TrainBatch
 
@@ -91,9 +91,12 @@ class TrainerGroup:
     async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
         return await self._on_shares("sft_step", batch)
 
-    async def send_weights(self, addresses: Sequence[Address], dtype: str, version: int) -> list[ShardDigest]:
-        sent = await self._all("send_weights", list(addresses), self._key, dtype, version)
+    async def send_weights(self, order: SyncOrder) -> list[ShardDigest]:
+        sent = await self._all("send_weights", order, self._key)
         return [digest for digests in sent for digest in digests]
+
+    async def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return (await self._all("score_tokens", token_ids))[0]
 
     async def export_parts(self, folder: str) -> None:
         await self._all("export_part", folder)

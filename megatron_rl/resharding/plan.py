@@ -123,9 +123,7 @@ class _PlanBuilder:
             engine_layout=self._engine,
         )
 
-    def _geometry(
-        self, rule: ParamRule, trainer_vocab_multiple: int
-    ) -> list[tuple[int, int, ShardInterval, ShardInterval]]:
+    def _geometry(self, rule: ParamRule, trainer_vocab_multiple: int) -> list[tuple[int, int, ShardInterval, ShardInterval]]:
         """(trainer TP rank, engine TP rank, source box, target box) of every shared part. A replicated parameter has one."""
         source_tp = self._layout.etp if rule.is_expert else self._layout.tp
         pairs = []
