@@ -111,6 +111,7 @@ RANGES: Mapping[str, Range] = {
     "trainer.moe_expert_bias_update_rate": NOT_NEGATIVE,
     "trainer.num_threads": COUNT,
     "sync.bucket_bytes": COUNT,
+    "sync.full_sync_interval": COUNT,
     "sync.timeout_s": POSITIVE,
     "sync.probe_interval": COUNT_OR_OFF,
     "sync.probe_tolerance": POSITIVE,

@@ -292,6 +292,9 @@ class SyncSection:
     staging: Literal["none", "host"] = "none"
     """`none`: slices land in the weights of paused engines; a failed sync leaves them paused. `host`: they land in host
     memory beside weights that keep serving, and are swapped in when all have arrived."""
+    full_sync_interval: int = 1
+    """Over p2p: every n-th version is sent whole, those between as lossless deltas (and whole wherever an engine rank does
+    not hold the version before); 1: always whole. Trainer ranks keep what they sent, 2 bytes per weight."""
     bucket_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 300.0
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"

@@ -188,6 +188,7 @@ def send_options(section: SyncSection) -> SendOptions:
         timeout_s=section.timeout_s,
         transport=section.transport,
         directory=None if section.directory is None else Path(section.directory),
+        full_interval=section.full_sync_interval,
     )
 
 

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron_rl.resharding.digest import Digest
+
+_HASHED_BYTES = 4 * 1024 * 1024
+
 
 class Box(NamedTuple):
     """A 2-D view [rows, cols] of a parameter, and the dtype in which its values travel. `label`: for people."""
@@ -152,6 +156,13 @@ def read_bytes(boxes: Sequence[Box]) -> Iterator[memoryview]:
         return
     for box in boxes:
         yield bytes_of(box.view.to(box.dtype).contiguous())
+
+
+def hash_boxes(boxes: Sequence[Box], digest: Digest) -> None:
+    """`digest` sees the boxes' bytes in order, as they stand in memory now."""
+    for piece in pieces(boxes, _HASHED_BYTES):
+        for data in read_bytes(piece):
+            digest.update(data)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -96,11 +96,23 @@ class Channel:
 
     def expect_stream(self, num_bytes: int) -> None:
         """The header of a payload of exactly `num_bytes`. Raises ChannelError for anything else."""
+        found = self._payload_of("stream")
+        if found != num_bytes:
+            raise ChannelError(f"{self.peer}: expected a stream of {num_bytes} bytes, got one of {found}")
+
+    def receive_payload(self, kind: str, most_bytes: int) -> bytearray:
+        """The payload of a message of this kind. Raises ChannelError for anything else, and for more bytes."""
+        num_bytes = self._payload_of(kind)
+        if num_bytes > most_bytes:
+            raise ChannelError(f"{self.peer}: expected a {kind} of at most {most_bytes} bytes, got one of {num_bytes}")
+        return self._read(num_bytes)
+
+    def _payload_of(self, kind: str) -> int:
         header, payload_bytes = self.receive_header()
         self._raise_reported(header)
-        if header.get("kind") != "stream" or payload_bytes != num_bytes:
-            found = f"{header.get('kind')!r} of {payload_bytes} bytes"
-            raise ChannelError(f"{self.peer}: expected a stream of {num_bytes} bytes, got {found}")
+        if header.get("kind") != kind:
+            raise ChannelError(f"{self.peer}: expected a {kind}, got {header.get('kind')!r}")
+        return payload_bytes
 
     def _raise_reported(self, answer: dict[str, Any]) -> None:
         if "error" in answer:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import Box, BoxTable, dtype_of
+from megatron_rl.resharding.boxes import Box, BoxTable, dtype_of, hash_boxes
 from megatron_rl.resharding.channel import Channel, ChannelError, PeerRefusedError, connect
 from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.delta import DeltaBase, can_encode, is_worth_it
 from megatron_rl.resharding.digest import DIGEST_NAMES, new_digest
 from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.plan import ReshardPlan
@@ -32,6 +33,8 @@ class SendOptions:
     timeout_s: float
     transport: TransportChoice = "auto"
     directory: Path | None = None
+    full_interval: int = 1
+    """Every n-th version is sent whole, those between as deltas (p2p alone); 1: all whole."""
 
 
 class WeightSender:
@@ -95,6 +98,7 @@ class _Pair:
         self._channel: Channel | None = None
         self._transport: Transport | None = None
         self._transport_name = ""
+        self._base = DeltaBase()
 
     def send(self, params: Mapping[SourceParam, torch.Tensor], order: SyncOrder) -> ShardDigest:
         boxes = self._boxes(params, order)
@@ -112,45 +116,68 @@ class _Pair:
         self._channel = self._transport = None
 
     def _send(self, boxes: Sequence[Box], order: SyncOrder) -> ShardDigest:
-        opened = self._open(boxes, order)
-        channel, transport = self._channel, self._transport
-        assert channel is not None and transport is not None
+        is_kept = self._channel is not None
+        channel, transport = self._connect(boxes)
+        delta, opening = self._encode(boxes, order)
+        try:
+            opened = channel.ask(opening)
+        except PeerRefusedError:
+            raise
+        except ChannelError:
+            if not is_kept:
+                raise
+            self.close()  # it has gone since the last sync
+            channel, transport = self._connect(boxes)
+            opened = channel.ask(opening)
         digest = new_digest(opened["digest"])
-        transport.submit_send(boxes)
-        transport.run(digest)
+        if delta is not None and opened["delta"]:
+            channel.send({"kind": "delta"}, delta)
+            hash_boxes(boxes, digest)
+        else:
+            transport.submit_send(boxes)
+            transport.run(digest)
         own = digest.hexdigest()
         if channel.expect()["digest"] != own:
             raise ChannelError(f"{channel.peer}: the digest of what trainer rank {self._rank} sent differs; it arrived wrong")
+        self._base.digest = own
         return ShardDigest(self._target, sum(box.view.numel() for box in boxes), {self._rank: own})
 
-    def _open(self, boxes: Sequence[Box], order: SyncOrder) -> dict[str, Any]:
-        """On the kept connection; on a new one when that has gone since the last sync."""
-        if self._channel is not None:
-            try:
-                return self._channel.ask(self._opening(order))
-            except PeerRefusedError:
-                raise
-            except ChannelError:
-                self.close()
-        channel = self._channel = connect(*self._address, self._key, self._options.timeout_s)
-        header = {"kind": "table", "source": self._rank, "names": self._box_table.names}
-        there = channel.ask(header, memoryview(self._box_table.rows_N5.tobytes()))["host"]
-        device = boxes[0].view.device
-        self._transport_name = choose_transport(self._options.transport, describe_host(device), there, device)
-        folder = self._options.directory
-        self._transport = build_transport(
-            self._transport_name,
-            channel,
-            self._options.bucket_bytes,
-            None if folder is None else folder / f"from-{self._rank}-to-{self._target}",
-        )
-        return channel.ask(self._opening(order))
+    def _connect(self, boxes: Sequence[Box]) -> tuple[Channel, Transport]:
+        """The kept connection, or a new one with the table of boxes told and the transport chosen."""
+        if self._channel is None or self._transport is None:
+            channel = self._channel = connect(*self._address, self._key, self._options.timeout_s)
+            header = {"kind": "table", "source": self._rank, "names": self._box_table.names}
+            there = channel.ask(header, memoryview(self._box_table.rows_N5.tobytes()))["host"]
+            device = boxes[0].view.device
+            self._transport_name = choose_transport(self._options.transport, describe_host(device), there, device)
+            folder = self._options.directory
+            self._transport = build_transport(
+                self._transport_name,
+                channel,
+                self._options.bucket_bytes,
+                None if folder is None else folder / f"from-{self._rank}-to-{self._target}",
+            )
+        return self._channel, self._transport
 
-    def _opening(self, order: SyncOrder) -> dict[str, Any]:
-        return {
+    def _encode(self, boxes: Sequence[Box], order: SyncOrder) -> tuple[bytes | None, dict[str, Any]]:
+        """The delta if there is one worth sending, and the message that offers it. Until it has arrived, there is no base."""
+        opening = {
             "kind": "open", "sync": order.sync, "source": self._rank, "transport": self._transport_name,
             "bucket_bytes": self._options.bucket_bytes, "timeout_s": self._options.timeout_s, "digests": DIGEST_NAMES,
+            "delta_base": None,
         }  # fmt: skip
+        interval = self._options.full_interval
+        if interval == 1 or self._transport_name != "p2p" or not can_encode(boxes):
+            return None, opening
+        base, delta = self._base.digest, None
+        if order.version % interval:
+            delta = self._base.encode(boxes)
+        else:
+            self._base.remember(boxes)
+        self._base.digest = None
+        if delta is None or not is_worth_it(delta, boxes):
+            return None, opening
+        return delta, opening | {"delta_base": base}
 
     def _boxes(self, params: Mapping[SourceParam, torch.Tensor], order: SyncOrder) -> list[Box]:
         dtypes = [dtype_of(order.dtypes[name]) for name in self._box_table.names]

@@ -7,8 +7,9 @@ receiver does not know the engine.
 
 Messages (JSON header, raw payload). From the controller, one connection: `describe` -> params, host; `begin` (sync,
 version, sources, staged); `finish` (sync) -> digests, number of elements; `apply` (sync), after staging. From each
-trainer rank, one connection for all syncs: `table` (names, boxes), once; `open` (sync, source, transport, digests) ->
-the digest that both will compute; what the transport says; then -> digest of what stands in the boxes. An update whose
+trainer rank, one connection for all syncs: `table` (names, boxes), once; `open` (sync, source, transport, digests, base
+of a delta if there is one) -> the digest that both will compute, and whether the delta fits what stands here; the delta
+or what the transport says; then -> digest of what stands in the boxes. An update whose
 sender breaks the protocol, dies or is silent too long cannot be finished.
 """
 
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import BoxTable, dtype_name, pieces, read_bytes
+from megatron_rl.resharding.boxes import BoxTable, dtype_name, hash_boxes, total_bytes
 from megatron_rl.resharding.channel import Channel, ChannelError, accept
+from megatron_rl.resharding.delta import apply_delta
 from megatron_rl.resharding.digest import DIGEST_NAMES, choose_digest, new_digest
 from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.incoming import IncomingUpdate
@@ -32,7 +34,6 @@ from megatron_rl.resharding.transports.table import build_transport
 
 _IDLE_TIMEOUT_S = 24 * 3600.0
 _HANDSHAKE_TIMEOUT_S = 10.0
-_HASHED_BYTES = 4 * 1024 * 1024
 
 
 class Receiver:
@@ -49,6 +50,8 @@ class Receiver:
         self._listener = socket.create_server((host, 0))
         self._update: IncomingUpdate | None = None
         self._tables: dict[int, BoxTable] = {}
+        self._held: dict[int, tuple[bool, str]] = {}
+        """What each trainer rank's boxes hold: whether beside the parameters, and its digest; the base of a delta."""
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._accept_loop, name="weight-receiver", daemon=True)
@@ -125,6 +128,7 @@ class Receiver:
             table.resolve(self._params)  # names what does not fit
             with self._lock:
                 self._tables[header["source"]] = table
+                self._held.clear()
             return {"host": describe_host(self._device), "digests": DIGEST_NAMES}
         if kind == "begin":
             self._begin(IncomingUpdate(header["sync"], header["version"], header["sources"], header["staged"]))
@@ -167,11 +171,18 @@ class Receiver:
             digest = new_digest(digest_name)
             if name not in transports:
                 transports[name] = build_transport(name, channel, header["bucket_bytes"])
-            transport = transports[name]
-            transport.submit_recv(table.resolve(self._staged if update.is_staged else self._params))
+            boxes = table.resolve(self._staged if update.is_staged else self._params)
+            held = self._held.pop(source, None)
+            takes_delta = header["delta_base"] is not None and held == (update.is_staged, header["delta_base"])
             channel.set_timeout(header["timeout_s"])
-            channel.send({"digest": digest_name})
-            transport.run(digest)
+            channel.send({"digest": digest_name, "delta": takes_delta})
+            if takes_delta:
+                apply_delta(channel.receive_payload("delta", total_bytes(boxes)), boxes)
+                hash_boxes(boxes, digest)
+            else:
+                transports[name].submit_recv(boxes)
+                transports[name].run(digest)
+            self._held[source] = (update.is_staged, digest.hexdigest())
             update.end(source, digest_name, digest.hexdigest(), table.num_elements)
         return {"digest": digest.hexdigest()}
 
@@ -182,9 +193,7 @@ class Receiver:
             self._params[name].detach().copy_(staged)
         for source, received in update.digests.items():
             digest = new_digest(update.algorithms[source])
-            for piece in pieces(self._tables[source].resolve(self._params), _HASHED_BYTES):
-                for data in read_bytes(piece):
-                    digest.update(data)
+            hash_boxes(self._tables[source].resolve(self._params), digest)
             if digest.hexdigest() != received:
                 raise ValueError(f"version {update.version}: what trainer rank {source} sent changed on its way from staging")
         return {"ok": True}

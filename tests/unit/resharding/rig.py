@@ -11,9 +11,9 @@ import torch
 
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.layout.intervals import matrix_shape
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import engine_boxes, engine_shapes
+from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.control import ReceiverControl
 from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
@@ -91,7 +91,8 @@ class World:
 
     def assert_whole(self, source: RandomSource | None = None) -> None:
         """Every live row of every engine parameter equals the slice of the Hugging Face tensor, bit for bit."""
-        want = expected_shards(get_family(self.family), self.dims, self.engine, source or self.source, self.dtype)
+        read, family = source or self.source, get_family(self.family)
+        want = [expected_shard(family, self.dims, self.engine, read, self.dtype, r) for r in range(self.engine.tp)]
         live = live_vocab_rows(self.dims, self.engine)
         for rank in range(self.engine.num_ranks):
             for name, value in want[rank % self.engine.tp].items():
@@ -122,30 +123,21 @@ def live_vocab_rows(dims, engine: EngineLayout) -> list[int]:
     return [min(max(dims.vocab_size - rank * part, 0), part) for rank in range(engine.tp)]
 
 
-def expected_shards(family, dims, engine: EngineLayout, source: RandomSource, dtype) -> list[dict[str, torch.Tensor]]:
-    """Engine parameters sliced directly from the Hugging Face tensors, without the plan."""
-    shards = []
-    for rank in range(engine.tp):
-        shapes = engine_shapes(family, dims, engine.tp, engine.vocab_multiple)
-        params = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        for rule in family.rules_for(dims):
-            if rule.engine_name is None:
-                continue
-            for layer in range(dims.num_layers if rule.is_layered else 1):
-                matrix = params[rule.engine_name.format(layer=layer)]
-                matrix = matrix.view(-1, 1) if matrix.ndim == 1 else matrix.view(-1, matrix.shape[-1])
-                for expert in range(dims.num_experts if rule.is_expert else 1):
-                    offset = expert * (matrix.shape[0] // dims.num_experts) if rule.is_expert else 0
-                    for component, template in enumerate(rule.hf_names):
-                        shape = family.shape_of(template, dims)
-                        whole = source.whole(template.format(layer=layer, expert=expert), shape)
-                        whole = whole.reshape(matrix_shape(shape))
-                        for box in engine_boxes(family, rule, component, dims, engine.tp, rank, engine.vocab_multiple):
-                            rows = slice(offset + box.local_row, offset + box.local_row + box.num_rows)
-                            cols = slice(box.local_col, box.local_col + box.num_cols)
-                            matrix[rows, cols] = whole[
-                                box.global_row : box.global_row + box.num_rows,
-                                box.global_col : box.global_col + box.num_cols,
-                            ].to(dtype)
-        shards.append(params)
-    return shards
+def expected_shard(family, dims, engine: EngineLayout, source, dtype, rank: int) -> dict[str, torch.Tensor]:
+    """Engine parameters of one TP rank, sliced directly from the Hugging Face tensors, without the plan."""
+    shapes = engine_shapes(family, dims, engine.tp, engine.vocab_multiple)
+    params = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    for rule in family.rules_for(dims):
+        if rule.engine_name is None:
+            continue
+        for layer in range(dims.num_layers if rule.is_layered else 1):
+            matrix = as_matrix(params[rule.engine_name.format(layer=layer)])
+            for expert in range(dims.num_experts if rule.is_expert else 1):
+                offset = expert * (matrix.shape[0] // dims.num_experts) if rule.is_expert else 0
+                for component, template in enumerate(rule.hf_names):
+                    name, shape = template.format(layer=layer, expert=expert), family.shape_of(template, dims)
+                    for box in engine_boxes(family, rule, component, dims, engine.tp, rank, engine.vocab_multiple):
+                        rows = slice(offset + box.local_row, offset + box.local_row + box.num_rows)
+                        cols = slice(box.local_col, box.local_col + box.num_cols)
+                        matrix[rows, cols] = source.read(name, shape, box).to(dtype)
+    return params

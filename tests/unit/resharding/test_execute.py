@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from megatron_rl.model_families.registry import FAMILIES
+from megatron_rl.resharding import channel
+from megatron_rl.resharding.boxes import as_matrix
+from megatron_rl.resharding.channel import ChannelError
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.verify import SyncError, check_receiver
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
@@ -60,6 +63,61 @@ def test_a_connection_that_went_idle_too_long_is_opened_anew():
         one.load(3)
         one.sync()
         one.assert_whole()
+
+
+def nudge(one, fraction: float) -> None:
+    """Change some weights of the whole model, so that replicas stay equal."""
+    for chunks in one.chunks:
+        for chunk in chunks:
+            for tensor in chunk.values():
+                bits = tensor.view(-1).view(torch.int16)
+                bits[:: max(int(1 / fraction), 1)] ^= 3
+
+
+def test_deltas_between_whole_syncs(monkeypatch):
+    sent: list[tuple[str, int]] = []
+    send = channel.Channel.send_header
+    monkeypatch.setattr(
+        channel.Channel, "send_header", lambda c, header, size: (sent.append((header.get("kind"), size)), send(c, header, size))
+    )
+    options = {"full_interval": 4}
+    with world("qwen3_moe", ParallelLayout(tp=2), EngineLayout(2, 1), torch.bfloat16, torch.bfloat16, options) as one:
+        kinds = []
+        for _ in range(6):
+            sent.clear()
+            one.sync()
+            kinds.append({kind for kind, size in sent if kind in ("stream", "delta")})
+            whole = int(one.plan.num_elements_between().sum()) * 2
+            moved = sum(size for kind, size in sent if kind in ("stream", "delta"))
+            assert moved == whole if kinds[-1] == {"stream"} else moved < whole // 4
+            for chunks, rank in zip(one.chunks, range(2), strict=True):
+                assert_equal_source(one, chunks, rank)
+            nudge(one, 0.01)
+        assert kinds == [{"stream"}, {"delta"}, {"delta"}, {"stream"}, {"delta"}, {"delta"}]  # versions 1 to 6
+
+
+def test_an_engine_rank_that_holds_something_else_gets_everything():
+    options = {"full_interval": 100}
+    with world("llama", ParallelLayout(), EngineLayout(2, 1), torch.bfloat16, torch.bfloat16, options) as one:
+        one.sync()
+        nudge(one, 0.01)
+        one.receivers[1]._held[0] = (False, "another digest")
+        for rank in range(2):
+            one.params(rank)["model.norm.weight"].fill_(5.0)
+        with pytest.raises(ChannelError, match="arrived wrong"):
+            one.sync()  # rank 0 applies a delta to what is not its base: the digest tells
+        assert bool((one.params(1)["model.norm.weight"] == 5.0).sum() == 0), "rank 1 was sent everything"
+        one.sync()
+        assert_equal_source(one, one.chunks[0], 0)
+
+
+def assert_equal_source(one, chunks, rank: int) -> None:
+    """Every box of a trainer rank stands in the engine's parameters."""
+    for op in (op for target in range(one.engine.num_ranks) for op in one.plan.ops_between(rank, target)):
+        source, target = as_matrix(chunks[op.source.chunk][op.source.name]), as_matrix(one.params(op.target_rank)[op.target])
+        theirs = target[op.target_row : op.target_row + op.num_rows, op.target_col : op.target_col + op.num_cols]
+        ours = source[op.source_row : op.source_row + op.num_rows, op.source_col : op.source_col + op.num_cols]
+        assert torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16)), op
 
 
 def test_received_elements_are_the_shard_and_no_more():
