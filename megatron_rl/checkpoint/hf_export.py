@@ -102,7 +102,7 @@ def hf_tensor_shapes(family: ModelFamily, dims: ModelDims) -> Iterator[tuple[str
     for rule in family.rules_for(dims):
         if rule.engine_name is None:
             continue
-        for layer in range(dims.num_layers if rule.is_layered else 1):
+        for layer in rule.layers_in(dims):
             for expert in range(dims.num_experts if rule.is_expert else 1):
                 for template in rule.hf_names:
                     yield template.format(layer=layer, expert=expert), family.shape_of(template, dims)

@@ -36,10 +36,12 @@ def local_params(
 ) -> Iterator[LocalParam]:
     """Every parameter that this rank holds, in declaration order."""
     coords = coords_of(layout, rank)
-    for rule in family.rules_for(dims):
+    for rule in (rule.under(spec) for rule in family.rules_for(dims)):
         if rule.is_layered:
             for chunk in range(layout.virtual_pp):
                 for local_layer, layer in enumerate(layers_of_chunk(layout, dims.num_layers, coords.pp, chunk)):
+                    if layer not in rule.layers_in(dims):
+                        continue
                     yield from _layer_params(family, rule, dims, layout, coords, spec, chunk, local_layer, layer)
         elif _holds_outer(rule, layout, coords):
             chunk = 0 if rule.is_on_first_stage else layout.virtual_pp - 1

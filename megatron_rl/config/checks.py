@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.algorithm_checks import check_algorithm
+from megatron_rl.config.algorithm_checks import check_algorithm, check_overlong_fits
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
@@ -33,9 +33,11 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_layout_sizes(config.trainer.layout)
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
+    problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
     problems += check_optimizer(config.trainer)
     problems += check_sync(config.sync)
+    problems += check_shared_prompts(config.trainer)
     return problems
 
 
@@ -147,3 +149,13 @@ def check_sync(sync: SyncSection) -> Iterator[Problem]:
     if sync.full_sync_interval > 1 and sync.transport not in ("auto", "p2p"):
         reason = f"deltas travel over p2p, transport is {sync.transport}; expected 1, got {sync.full_sync_interval}"
         yield "sync.full_sync_interval", reason
+
+
+def check_shared_prompts(trainer: TrainerSection) -> Iterator[Problem]:
+    if trainer.shared_prompts != "on":
+        return
+    if trainer.layout.cp > 1:
+        yield "trainer.shared_prompts", f"on does not go with trainer.layout.cp={trainer.layout.cp}; expected auto or off"
+    if trainer.layer_spec == "transformer_engine":
+        reason = "on does not go with trainer.layer_spec=transformer_engine; expected auto or off, or layer_spec local"
+        yield "trainer.shared_prompts", reason

@@ -41,6 +41,18 @@ class EngineActor:
         return await getattr(self._host, method)(*args)
 
 
+class EngineNodeActor:
+    """One further node of an engine over several (`EngineNode`)."""
+
+    def __init__(self, setup: EngineSetup, number: int, node_rank: int) -> None:
+        _prepare_process(is_first=False)
+        node_class = importlib.import_module("megatron_rl.controller.sglang_host").EngineNode
+        self._node = node_class(setup, number, node_rank, _interface(setup.is_single_node))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._node, method)(*args)
+
+
 def _interface(is_single_node: bool) -> str:
     """The one address that this process listens on: the loopback, or the one by which the cluster knows this node."""
     return "127.0.0.1" if is_single_node else ray.util.get_node_ip_address()

@@ -12,8 +12,8 @@ from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 
 
-async def start_embedded(setup: EngineSetup, number: int, interface: str) -> StartedEngine:
-    """The torch engine in this process, with one receiver per tensor-parallel shard."""
+async def start_embedded(setup: EngineSetup, number: int, interface: str, meeting: str | None) -> StartedEngine:
+    """The torch engine in this process, with one receiver per tensor-parallel shard. It never spans nodes."""
     section = setup.section.embedded
     platform = select_platform(0)
     platform.prepare_torch(DTYPES[setup.dtype])

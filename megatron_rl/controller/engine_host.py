@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.controller.interfaces import free_address
+from megatron_rl.controller.request_stream import Answer, RequestDesk
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
 from megatron_rl.resharding.control import Address
-from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
+from megatron_rl.types.rollout import GenerationRequest, PolicyVersion
 
 ENGINES: dict[str, str] = {
     # rollout.engine: module:function. Only the chosen one is imported, so that an actor needs one engine's libraries.
@@ -26,16 +28,22 @@ class EngineHost:
     def __init__(self, setup: EngineSetup, number: int, interface: str) -> None:
         self._setup, self._number, self._interface = setup, number, interface
         self._started: StartedEngine | None = None
+        self._desk = RequestDesk(lambda request: self._engine.generate(request))
 
-    async def start(self) -> list[Address]:
-        """Build the engine; returns the receiver of each of its ranks."""
+    async def free_address(self) -> Address:
+        """This node's interface and a port that is free on it, where the nodes of an engine meet."""
+        return free_address(self._interface)
+
+    async def start(self, meeting: str | None) -> list[Address]:
+        """Build the engine; returns the receiver of each of its ranks. `meeting`: see `start_sglang`."""
         module, function = ENGINES[self._setup.section.engine].split(":")
-        self._started = await getattr(importlib.import_module(module), function)(self._setup, self._number, self._interface)
+        start = getattr(importlib.import_module(module), function)
+        self._started = await start(self._setup, self._number, self._interface, meeting)
         assert self._started is not None
         return self._started.addresses
 
-    async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
-        return await self._engine.generate(request)
+    async def exchange(self, requests: Sequence[GenerationRequest], cancelled: Sequence[str], wait: bool) -> list[Answer]:
+        return await self._desk.exchange(requests, cancelled, wait)
 
     async def pause(self, mode: str) -> None:
         await self._engine.pause(mode)

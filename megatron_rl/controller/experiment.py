@@ -13,8 +13,9 @@ from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
-from megatron_rl.controller.actors import EngineActor, TrainerActor
+from megatron_rl.controller.actors import EngineActor, EngineNodeActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
+from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
@@ -32,7 +33,7 @@ from megatron_rl.rewards.registry import load_reward
 from megatron_rl.rollout.collector import Collector, Scorer
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
-from megatron_rl.types.layout import EngineLayout, ParallelLayout
+from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Experiment:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._algorithm = build_algorithm(config.algorithm)
         check_algorithm_is_served(self._algorithm)
-        self._layout = trainer_layout(config)
+        check_engine_is_served(config.rollout)
+        self._layout = trainer_layout(config.trainer.layout)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
@@ -66,8 +68,13 @@ class Experiment:
 
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
-        engines_per = self._engine_layout.tp
-        plan = plan_bundles(config.cluster, self._layout.world_size, config.rollout.num_engines, engines_per)
+        plan = plan_bundles(
+            config.cluster,
+            self._layout.world_size,
+            config.rollout.num_engines,
+            self._engine_layout.tp,
+            nodes_per_engine=engine_nodes(config.rollout),
+        )
         logger.info("starting %d processes", len(plan.bundles))
         cluster = await _open_cluster(config.cluster, plan)
         arm_signals()  # Ray has put a handler of its own over ours
@@ -76,7 +83,7 @@ class Experiment:
         try:
             trainers = self._create_trainers(cluster)
             engines += self._create_engines(cluster)
-            addresses = await self._start(trainers, engines)
+            shares_prompts, addresses = await self._start(trainers, engines)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
@@ -84,7 +91,8 @@ class Experiment:
             sync = config.sync
             probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
             weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
-            await self._training_loop(data, engines, trainers, weight_sync, telemetry).execute()
+            batcher = Batcher(self._algorithm, config.trainer, self._layout, config.run, shares_prompts=shares_prompts)
+            await self._training_loop(data, engines, trainers, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers)
         finally:
@@ -92,24 +100,27 @@ class Experiment:
             cluster.close()
             telemetry.close()
 
-    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> list[Address]:
-        """Start everything side by side; the receivers' addresses, engine by engine."""
+    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
+        """Start everything side by side: (whether trainers can share prompts, the receivers' addresses by engine)."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
-                _, starts = await asyncio.gather(trainers.start(), asyncio.gather(*(engine.start() for engine in engines)))
+                shares_prompts, starts = await asyncio.gather(
+                    trainers.start(), asyncio.gather(*(engine.start() for engine in engines))
+                )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
-        return [address for start in starts for address in start]
+        return shares_prompts, [address for start in starts for address in start]
 
     def _training_loop(
         self,
         data: DataBundle,
         engines: Sequence[RemoteEngine],
         trainers: TrainerGroup,
+        batcher: Batcher,
         weight_sync: WeightSync,
         telemetry: Telemetry,
     ) -> TrainingLoop:
@@ -125,7 +136,7 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             collector=collector,
-            batcher=Batcher(self._algorithm, config.trainer, self._layout, config.run),
+            batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,
@@ -163,15 +174,21 @@ class Experiment:
             max_context=_longest(config),
             dtype=engine_dtype or config.model.dtype,
             key=self._key,
-            run_directory=str(self.directory.path),
+            run_directory=str(self.directory.path.resolve()),
+            start_id=secrets.token_hex(4),
             is_single_node=cluster.is_single_node,
         )
-        python = config.cluster.engine_python
-        return [
-            RemoteEngine(cluster.create(EngineActor, name, bundle, python, setup, number), name, cluster.logs)
-            for number in range(config.rollout.num_engines)
-            for name, bundle in [(f"engine-{number}", self._layout.world_size + number)]
-        ]
+        python, engines = config.cluster.engine_python, []
+        for number in range(config.rollout.num_engines):
+            name = f"engine-{number}"
+            first, *further = cluster.plan.engine_bundles(number)
+            nodes = [
+                cluster.create(EngineNodeActor, f"{name}-node-{rank}", bundle, python, setup, number, rank)
+                for rank, bundle in enumerate(further, start=1)
+            ]
+            actor = cluster.create(EngineActor, name, first, python, setup, number)
+            engines.append(RemoteEngine(actor, name, cluster.logs, nodes))
+        return engines
 
     def _reshard_plan(self) -> ReshardPlan:
         return build_reshard_plan(
@@ -234,14 +251,13 @@ def check_algorithm_is_served(algorithm: Algorithm) -> None:
         )
 
 
-def trainer_layout(config: ExperimentConfig) -> ParallelLayout:
-    """The layout of a resolved experiment."""
-    section = config.trainer.layout
-    assert section.dp is not None and section.etp is not None, "resolve the configuration first"
-    return ParallelLayout(
-        tp=section.tp, pp=section.pp, virtual_pp=section.virtual_pp, cp=section.cp,
-        ep=section.ep, etp=section.etp, dp=section.dp,
-    )  # fmt: skip
+def check_engine_is_served(section: RolloutSection) -> None:
+    """Raises UnservedError for data-parallel attention: SGLang asserts dp_size == 1 in every weight update."""
+    if section.engine == "sglang" and section.sglang.attn_dp_size > 1:
+        raise UnservedError(
+            f"rollout.sglang.attn_dp_size={section.sglang.attn_dp_size}: SGLang updates no weights under data-parallel "
+            "attention; set it to 1"
+        )
 
 
 def probe_tokens(data: DataBundle) -> list[tuple[int, ...]]:
@@ -256,9 +272,9 @@ def receiver_key(section: RolloutSection) -> bytes:
     return secrets.token_bytes(32)
 
 
-def engine_layout(section: RolloutSection) -> EngineLayout:
-    tp = section.embedded.tp_size if section.engine == "embedded" else section.sglang.tp_size
-    return EngineLayout(tp=tp, num_engines=section.num_engines)
+def engine_nodes(section: RolloutSection) -> int:
+    """How many nodes each engine that we start spans."""
+    return section.sglang.num_nodes if section.engine == "sglang" and not section.sglang.urls else 1
 
 
 def _longest(config: ExperimentConfig) -> int:

@@ -21,25 +21,34 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class BundlePlan:
-    """One bundle per trainer rank, then one per engine."""
+    """One bundle per trainer rank, then, engine by engine, one for each of its nodes."""
 
     bundles: tuple[Mapping[str, float], ...]
     num_trainer_ranks: int
+    nodes_per_engine: int = 1
+
+    def engine_bundles(self, number: int) -> range:
+        """The bundles of one engine, its first node before the others."""
+        first = self.num_trainer_ranks + number * self.nodes_per_engine
+        return range(first, first + self.nodes_per_engine)
 
     @property
     def num_cpus(self) -> int:
         return len(self.bundles)
 
 
-def plan_bundles(section: ClusterSection, num_trainer_ranks: int, num_engines: int, ranks_per_engine: int) -> BundlePlan:
+def plan_bundles(
+    section: ClusterSection, num_trainer_ranks: int, num_engines: int, ranks_per_engine: int, nodes_per_engine: int = 1
+) -> BundlePlan:
     """What to reserve: a CPU for each actor, and the GPUs of its ranks."""
 
     def bundle(num_gpus: float) -> Mapping[str, float]:
         return {"CPU": 1.0, "GPU": num_gpus} if num_gpus else {"CPU": 1.0}
 
     trainers = [bundle(section.gpus_per_trainer_rank)] * num_trainer_ranks
-    engines = [bundle(section.gpus_per_engine_rank * ranks_per_engine)] * num_engines
-    return BundlePlan((*trainers, *engines), num_trainer_ranks)
+    gpus_per_node = section.gpus_per_engine_rank * ranks_per_engine / nodes_per_engine
+    engines = [bundle(gpus_per_node)] * (num_engines * nodes_per_engine)
+    return BundlePlan((*trainers, *engines), num_trainer_ranks, nodes_per_engine)
 
 
 class Cluster:
@@ -47,7 +56,7 @@ class Cluster:
 
     def __init__(self, section: ClusterSection, plan: BundlePlan, namespace: str) -> None:
         """Connect to `cluster.ray_address`, else RAY_ADDRESS, else start a local Ray. Raises PlacementError in time."""
-        self._section, self._plan = section, plan
+        self._section, self.plan = section, plan
         address = section.ray_address or os.environ.get("RAY_ADDRESS")
         logging.getLogger("ray").setLevel(logging.ERROR)
         options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True, "logging_level": logging.ERROR}
@@ -70,7 +79,7 @@ class Cluster:
 
     def create(self, actor_class: type, name: str, bundle: int, python: str | None, *args: Any) -> Any:
         """An actor in a bundle; `python` is its interpreter (None: this one)."""
-        resources = self._plan.bundles[bundle]
+        resources = self.plan.bundles[bundle]
         runtime_env: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
         if python:
             runtime_env["py_executable"] = python

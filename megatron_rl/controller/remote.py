@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ import ray
 
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.batcher import share_of
+from megatron_rl.controller.request_stream import RequestStream
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.resharding.control import Address
 from megatron_rl.types.layout import ParallelLayout
@@ -19,6 +20,9 @@ from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutS
 from megatron_rl.types.training import TrainBatch
 
 T = TypeVar("T")
+NODE_VERDICT_S = 20.0
+"""When an engine over nodes fails: how long until the nodes' own processes have told whether they live. A server whose main
+process died gets ten seconds to end its children."""
 
 
 class ActorDiedError(RuntimeError):
@@ -37,16 +41,28 @@ async def _guarded(name: str, logs: str, result: Awaitable[T]) -> T:
 
 
 class RemoteEngine:
-    """A `GenerationEngine` in an actor (`EngineActor`)."""
+    """A `GenerationEngine` in an actor (`EngineActor`); `nodes` are the actors of its further nodes (`EngineNodeActor`)."""
 
-    def __init__(self, actor: Any, name: str, logs: str) -> None:
+    def __init__(self, actor: Any, name: str, logs: str, nodes: Sequence[Any] = ()) -> None:
         self._actor, self._name, self._logs = actor, name, logs
+        self._nodes = nodes
+        self._watches: list[asyncio.Future[None]] = []
+        self._stream = RequestStream(lambda *batch: self._call("exchange", *batch))
 
     async def start(self) -> list[Address]:
-        return [tuple(address) for address in await self._call("start")]
+        """Start the engine on all its nodes; the receivers of its ranks. From here on the death of a node fails calls."""
+        meeting = None
+        if self._nodes:
+            host, port = await self._call("free_address")
+            meeting = f"{host}:{port}"
+        addresses, *_ = await asyncio.gather(
+            self._call("start", meeting), *(self._call_node(index, "start", meeting) for index in range(len(self._nodes)))
+        )
+        self._watches = [asyncio.ensure_future(self._call_node(index, "watch")) for index in range(len(self._nodes))]
+        return [tuple(address) for address in addresses]
 
     async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
-        return await self._call("generate", request)
+        return await self._or_dead_node(self._stream.generate(request))
 
     async def pause(self, mode: str) -> None:
         await self._call("pause", mode)
@@ -64,10 +80,35 @@ class RemoteEngine:
         return await self._call("score", token_ids)
 
     async def stop(self) -> None:
-        await self._call("stop")
+        for watch in self._watches:
+            watch.cancel()
+        self._watches.clear()
+        nodes = (self._call_node(index, "stop") for index in range(len(self._nodes)))
+        await asyncio.gather(self._call("stop"), *nodes)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        return await _guarded(self._name, self._logs, self._actor.call.remote(method, *args))
+        return await self._or_dead_node(_guarded(self._name, self._logs, self._actor.call.remote(method, *args)))
+
+    async def _or_dead_node(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work gives; when it fails, or before it ends, the death of a node that explains it."""
+        if not self._watches:
+            return await work
+        task = asyncio.ensure_future(work)
+        try:
+            watched: list[asyncio.Future[Any]] = [task, *self._watches]
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or task.exception() is not None:
+                # The first node fails with the others, often before their death is noticed.
+                ended, _ = await asyncio.wait(self._watches, timeout=NODE_VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+                for watch in ended:
+                    watch.result()  # raises what ended the node
+            return await task
+        finally:
+            task.cancel()
+
+    async def _call_node(self, index: int, method: str, *args: Any) -> Any:
+        name = f"{self._name}-node-{index + 1}"
+        return await _guarded(name, self._logs, self._nodes[index].call.remote(method, *args))
 
 
 class TrainerGroup:
@@ -77,9 +118,10 @@ class TrainerGroup:
         self._actors, self._key, self._logs = actors, key, logs
         self._layout = layout
 
-    async def start(self) -> None:
+    async def start(self) -> bool:
+        """Whether the ranks can compute the prompt of a group once, after all have started."""
         address = await _guarded("trainer-0", self._logs, self._actors[0].call.remote("free_address"))
-        await self._all("start", tuple(address))
+        return all(await self._all("start", tuple(address)))
 
     async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         await self._all("begin_phase", section, num_optimizer_steps)

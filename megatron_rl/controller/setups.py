@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.sections import AlgorithmSection, RolloutSection, SyncSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import RolloutSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
@@ -28,7 +29,10 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine is built from. `key` opens the receivers; it is never logged."""
+    """What an engine is built from. `key` opens the receivers; it is never logged.
+
+    `start_id` tells this start's files from those of an earlier one in the same run directory.
+    """
 
     model: ModelSetup
     section: RolloutSection
@@ -37,6 +41,7 @@ class EngineSetup:
     dtype: str
     key: bytes
     run_directory: str
+    start_id: str
     is_single_node: bool
 
     def __repr__(self) -> str:

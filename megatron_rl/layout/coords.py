@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.types.layout import ParallelLayout, RankCoords
+from megatron_rl.types.layout import EngineLayout, ParallelLayout, RankCoords
 
 
 def coords_of(layout: ParallelLayout, rank: int) -> RankCoords:
@@ -45,3 +45,13 @@ def expert_replicas(layout: ParallelLayout, *, etp: int, ep: int, pp: int) -> It
     """The ranks that hold the same expert shard."""
     for expert_dp in range(layout.expert_dp):
         yield expert_rank_of(layout, etp=etp, ep=ep, expert_dp=expert_dp, pp=pp)
+
+
+def engine_expert_coords(layout: EngineLayout, rank: int) -> tuple[int, int]:
+    """(expert-parallel rank, expert-TP rank) of a rank inside an engine: SGLang counts expert TP fastest."""
+    return divmod(rank, layout.moe_tp)
+
+
+def engine_attention_rank(layout: EngineLayout, rank: int) -> int:
+    """The attention-TP rank of a rank inside an engine: attention copies are blocks of `attention_tp` ranks."""
+    return rank % layout.attention_tp

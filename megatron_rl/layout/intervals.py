@@ -17,6 +17,12 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def padded_engine_vocab(vocab_size: int, tp: int, multiple: int) -> int:
+    """SGLang's padded vocabulary: a multiple of `multiple`, and of `multiple` x `tp` where that does not divide by `tp`."""
+    padded = round_up(vocab_size, multiple)
+    return padded if padded % tp == 0 else round_up(vocab_size, multiple * tp)
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """A tensor as [rows, cols]: a vector is a column, leading dimensions are flattened."""
     if len(shape) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -51,6 +51,23 @@ class ModelDims:
     """Renormalise the probabilities of the chosen experts to sum 1."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    num_dense_layers: int = 0
+    """The first layers of a MoE model that are dense."""
+    shared_ffn_size: int = 0
+    """Intermediate size of the experts that every token visits; 0: none."""
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    """Above 0: latent attention (MLA); `head_dim` is then that of queries and keys, rotary part included."""
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
+
+    @property
+    def dense_layers(self) -> range:
+        return range(self.num_dense_layers if self.num_experts else self.num_layers)
+
+    @property
+    def moe_layers(self) -> range:
+        return range(self.num_dense_layers, self.num_layers if self.num_experts else self.num_dense_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +77,12 @@ class ParamRule:
     `megatron_name` is the name under Megatron's local layer spec; `te_name` the one under the Transformer Engine spec
     (None: the same). `hf_names` are the Hugging Face tensors that it holds, in fusion order. `engine_name` is SGLang's;
     None marks a second copy that only Megatron holds (tied embeddings on the last pipeline stage). `when` says for which
-    dims the parameter exists.
+    dims the parameter exists, `layers` in which layers (None: in all).
+
+    Where one engine parameter is made of several of Megatron's, `engine_offset` gives the rows of it that come before this
+    one. `over_attention_tp`: the engine splits it over the ranks of one attention copy, which are fewer than all under
+    data-parallel attention. `te_shard` and `engine_shard` are the splits under the Transformer Engine spec and in the
+    engine, where they differ from `shard`.
     """
 
     megatron_name: str
@@ -70,10 +92,19 @@ class ParamRule:
     fused: Fused | None = None
     te_name: str | None = None
     when: Callable[[ModelDims], bool] | None = None
+    layers: Callable[[ModelDims], range] | None = None
+    engine_offset: Callable[[ModelDims], int] | None = None
+    over_attention_tp: bool = False
+    te_shard: Shard | None = None
+    engine_shard: Shard | None = None
 
     @property
     def is_expert(self) -> bool:
         return self.shard in (Shard.EXPERT_COLUMN, Shard.EXPERT_ROW)
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.shard is Shard.REPLICATED
 
     @property
     def is_layered(self) -> bool:
@@ -83,6 +114,20 @@ class ParamRule:
     def is_on_first_stage(self) -> bool:
         """For parameters outside the layers: the embedding opens the pipeline, everything else closes it."""
         return self.megatron_name.startswith("embedding.")
+
+    def layers_in(self, dims: ModelDims) -> range:
+        """The global layers that have this parameter; one entry for a parameter outside the layers."""
+        if not self.is_layered:
+            return range(1)
+        return range(dims.num_layers) if self.layers is None else self.layers(dims)
+
+    def under(self, spec: str) -> ParamRule:
+        """This rule as Megatron's layer spec `spec` ("local" or "te") splits it."""
+        return replace(self, shard=self.te_shard) if spec == "te" and self.te_shard else self
+
+    def in_engine(self) -> ParamRule:
+        """This rule as the engine splits it."""
+        return replace(self, shard=self.engine_shard) if self.engine_shard else self
 
     def name_in_megatron(self, layer: int = 0, expert: int = 0, *, spec: str = "local") -> str:
         """The name inside one model chunk: `layer` counts within the chunk, `expert` within the expert-parallel rank."""
@@ -108,4 +153,4 @@ class ModelFamily:
 
     def rules_for(self, dims: ModelDims) -> tuple[ParamRule, ...]:
         """The rules that exist for these dims, in declaration order."""
-        return tuple(rule for rule in self.params if rule.when is None or rule.when(dims))
+        return tuple(rule for rule in self.params if (rule.when is None or rule.when(dims)) and len(rule.layers_in(dims)))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.model_families import llama, qwen3_moe
+from megatron_rl.model_families import deepseek_v3, llama, qwen3_moe
 from megatron_rl.model_families.declaration import ModelDims, ModelFamily
 from megatron_rl.model_families.hf_config import UnsupportedModelError
 
@@ -17,14 +17,28 @@ FAMILIES: dict[str, ModelFamily] = {
     "llama": llama.FAMILY,
 }
 
+DECLARED_ONLY: dict[str, ModelFamily] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
+}
+"""Families that plans and checkpoint arithmetic know, but that neither trainer nor engine builds yet."""
+
 
 def get_family(name: str) -> ModelFamily:
-    """The family of that name. Raises UnsupportedModelError naming the nearest."""
+    """The family of that name, to be trained. Raises UnsupportedModelError naming the nearest."""
     if name in FAMILIES:
         return FAMILIES[name]
+    if name in DECLARED_ONLY:
+        raise UnsupportedModelError(
+            f"model.family: '{name}' is declared for plans (megatron-rl reshard-plan) only, not trained"
+        )
     near = difflib.get_close_matches(name, FAMILIES, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(FAMILIES)}"
     raise UnsupportedModelError(f"model.family: '{name}' is unknown{hint}")
+
+
+def declared_family(name: str) -> ModelFamily:
+    """The family of that name, trained or only declared. Raises UnsupportedModelError naming the nearest."""
+    return DECLARED_ONLY[name] if name in DECLARED_ONLY else get_family(name)
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:

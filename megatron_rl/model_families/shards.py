@@ -6,9 +6,12 @@ once. All boxes are `ShardInterval`s over matrix views; those of experts are rel
 
 from __future__ import annotations
 
-from megatron_rl.layout.intervals import matrix_shape, round_up, shard_range
+from dataclasses import replace
+
+from megatron_rl.layout.coords import engine_attention_rank, engine_expert_coords
+from megatron_rl.layout.intervals import matrix_shape, padded_engine_vocab, round_up, shard_range
 from megatron_rl.model_families.declaration import Fused, ModelDims, ModelFamily, ParamRule, Shard
-from megatron_rl.types.layout import ShardInterval
+from megatron_rl.types.layout import EngineLayout, ShardInterval
 
 
 def component_shape(family: ModelFamily, rule: ParamRule, component: int, dims: ModelDims) -> tuple[int, int]:
@@ -35,13 +38,26 @@ def engine_boxes(
 ) -> list[ShardInterval]:
     """The boxes of component `component` in the engine parameter of rank `tp_rank`, in SGLang's layout.
 
-    QKV rows are [q; k; v] of this rank's heads; key-value heads are replicated when `tp` exceeds them.
+    `tp` and `tp_rank` are of the group that splits the rule (`engine_group`). QKV rows are [q; k; v] of this rank's heads;
+    key-value heads are replicated when `tp` exceeds them.
     """
     if rule.fused is Fused.QKV:
         return [_engine_qkv_box(component, dims, tp, tp_rank)]
+    rule = rule.in_engine()
     rows, cols = component_shape(family, rule, component, dims)
-    padded = round_up(round_up(dims.vocab_size, vocab_multiple), tp)
-    return [_plain_box(rule, component, rows, cols, tp, tp_rank, padded)]
+    padded = padded_engine_vocab(dims.vocab_size, tp, vocab_multiple)
+    box = _plain_box(rule, component, rows, cols, tp, tp_rank, padded)
+    offset = rule.engine_offset(dims) if rule.engine_offset else 0
+    return [replace(box, local_row=box.local_row + offset)]
+
+
+def engine_group(rule: ParamRule, layout: EngineLayout, rank: int) -> tuple[int, int]:
+    """(size, rank) of the ranks of one engine that split a rule, as seen from engine rank `rank`."""
+    if rule.is_expert:
+        return layout.moe_tp, engine_expert_coords(layout, rank)[1]
+    if rule.over_attention_tp:
+        return layout.attention_tp, engine_attention_rank(layout, rank)
+    return layout.tp, rank
 
 
 def padded_vocab(dims: ModelDims, tp: int, vocab_multiple: int) -> int:
@@ -53,6 +69,7 @@ def local_matrix_shape(
     family: ModelFamily, rule: ParamRule, dims: ModelDims, tp: int, padded_vocab_size: int, *, engine: bool
 ) -> tuple[int, int]:
     """The matrix shape of one rank's parameter; of experts, of one expert."""
+    rule = rule.in_engine() if engine else rule
     rows, cols = 0, 0
     for component in range(len(rule.hf_names)):
         part_rows, cols = component_shape(family, rule, component, dims)
@@ -69,20 +86,26 @@ def local_matrix_shape(
     return rows, cols
 
 
-def engine_shapes(family: ModelFamily, dims: ModelDims, tp: int, vocab_multiple: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one engine rank's parameters; stacked experts are [experts, rows, cols]."""
-    padded = round_up(round_up(dims.vocab_size, vocab_multiple), tp)
+def engine_shapes(
+    family: ModelFamily, dims: ModelDims, tp: int, vocab_multiple: int, *, ep: int = 1, attention_dp: int = 1
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of one engine rank's parameters, equal on all; stacked experts are [experts, rows, cols]."""
+    layout = EngineLayout(tp=tp, vocab_multiple=vocab_multiple, ep=ep, attention_dp=attention_dp)
     shapes: dict[str, tuple[int, ...]] = {}
     for rule in family.rules_for(dims):
         if rule.engine_name is None:
             continue
-        matrix = local_matrix_shape(family, rule, dims, tp, padded, engine=True)
-        shape: tuple[int, ...] = matrix
+        size, _ = engine_group(rule, layout, 0)
+        padded = padded_engine_vocab(dims.vocab_size, size, vocab_multiple)
+        rows, cols = local_matrix_shape(family, rule, dims, size, padded, engine=True)
+        shape: tuple[int, ...] = (rows, cols)
         if rule.is_expert:
-            shape = (dims.num_experts, *matrix)
+            shape = (dims.num_experts // ep, rows, cols)
         elif len(family.shape_of(rule.hf_names[0], dims)) == 1:
-            shape = matrix[:1]
-        for layer in range(dims.num_layers if rule.is_layered else 1):
+            shape = (rows,)
+        elif rule.engine_offset:
+            shape = (rule.engine_offset(dims) + rows, cols)
+        for layer in rule.layers_in(dims):
             shapes[rule.engine_name.format(layer=layer)] = shape
     return shapes
 
@@ -93,16 +116,14 @@ def count_parameters(family: ModelFamily, dims: ModelDims) -> int:
     for rule in family.rules_for(dims):
         if rule.engine_name is None:
             continue
-        copies = (dims.num_layers if rule.is_layered else 1) * (dims.num_experts if rule.is_expert else 1)
+        copies = len(rule.layers_in(dims)) * (dims.num_experts if rule.is_expert else 1)
         for component in range(len(rule.hf_names)):
             rows, cols = component_shape(family, rule, component, dims)
             total += copies * rows * cols
     return total
 
 
-def _plain_box(
-    rule: ParamRule, component: int, rows: int, cols: int, tp: int, tp_rank: int, padded_rows: int
-) -> ShardInterval:
+def _plain_box(rule: ParamRule, component: int, rows: int, cols: int, tp: int, tp_rank: int, padded_rows: int) -> ShardInterval:
     if rule.shard is Shard.VOCAB:
         start, stop = shard_range(padded_rows, tp, tp_rank)
         return ShardInterval(min(start, rows), 0, 0, 0, max(min(stop, rows) - start, 0), cols)

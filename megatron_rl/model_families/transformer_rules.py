@@ -19,9 +19,21 @@ def _is_tied(dims: ModelDims) -> bool:
     return dims.tied_embeddings
 
 
+def _dense_layers(dims: ModelDims) -> range:
+    return dims.dense_layers
+
+
+def _moe_layers(dims: ModelDims) -> range:
+    return dims.moe_layers
+
+
 EMBEDDING_AND_HEAD = (
     ParamRule(
-        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "model.embed_tokens.weight", Shard.VOCAB
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight",),
+        "model.embed_tokens.weight",
+        Shard.VOCAB,
+        over_attention_tp=True,
     ),
     ParamRule("decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", Shard.REPLICATED),
     ParamRule("output_layer.weight", ("lm_head.weight",), "lm_head.weight", Shard.VOCAB, when=_is_untied),
@@ -42,12 +54,14 @@ ATTENTION = (
         _HF_LAYER + "self_attn.qkv_proj.weight",
         Shard.COLUMN,
         Fused.QKV,
+        over_attention_tp=True,
     ),
     ParamRule(
         _LAYER + "self_attention.linear_proj.weight",
         (_HF_LAYER + "self_attn.o_proj.weight",),
         _HF_LAYER + "self_attn.o_proj.weight",
         Shard.ROW,
+        over_attention_tp=True,
     ),
 )
 
@@ -68,6 +82,7 @@ DENSE_MLP = (
         _HF_LAYER + "post_attention_layernorm.weight",
         Shard.REPLICATED,
         te_name=_LAYER + "mlp.linear_fc1.layer_norm_weight",
+        layers=_dense_layers,
     ),
     ParamRule(
         _LAYER + "mlp.linear_fc1.weight",
@@ -75,12 +90,14 @@ DENSE_MLP = (
         _HF_LAYER + "mlp.gate_up_proj.weight",
         Shard.COLUMN,
         Fused.GATE_UP,
+        layers=_dense_layers,
     ),
     ParamRule(
         _LAYER + "mlp.linear_fc2.weight",
         (_HF_LAYER + "mlp.down_proj.weight",),
         _HF_LAYER + "mlp.down_proj.weight",
         Shard.ROW,
+        layers=_dense_layers,
     ),
 )
 
@@ -90,12 +107,14 @@ ROUTED_EXPERTS = (
         (_HF_LAYER + "post_attention_layernorm.weight",),
         _HF_LAYER + "post_attention_layernorm.weight",
         Shard.REPLICATED,
+        layers=_moe_layers,
     ),
     ParamRule(
         _LAYER + "mlp.router.weight",
         (_HF_LAYER + "mlp.gate.weight",),
         _HF_LAYER + "mlp.gate.weight",
         Shard.REPLICATED,
+        layers=_moe_layers,
     ),
     ParamRule(
         _LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
@@ -104,6 +123,7 @@ ROUTED_EXPERTS = (
         Shard.EXPERT_COLUMN,
         Fused.GATE_UP,
         te_name=_LAYER + "mlp.experts.linear_fc1.weight{expert}",
+        layers=_moe_layers,
     ),
     ParamRule(
         _LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
@@ -111,6 +131,26 @@ ROUTED_EXPERTS = (
         _HF_LAYER + "mlp.experts.w2_weight",
         Shard.EXPERT_ROW,
         te_name=_LAYER + "mlp.experts.linear_fc2.weight{expert}",
+        layers=_moe_layers,
+    ),
+)
+
+
+SHARED_EXPERTS = (
+    ParamRule(
+        _LAYER + "mlp.shared_experts.linear_fc1.weight",
+        (_HF_LAYER + "mlp.shared_experts.gate_proj.weight", _HF_LAYER + "mlp.shared_experts.up_proj.weight"),
+        _HF_LAYER + "mlp.shared_experts.gate_up_proj.weight",
+        Shard.COLUMN,
+        Fused.GATE_UP,
+        layers=_moe_layers,
+    ),
+    ParamRule(
+        _LAYER + "mlp.shared_experts.linear_fc2.weight",
+        (_HF_LAYER + "mlp.shared_experts.down_proj.weight",),
+        _HF_LAYER + "mlp.shared_experts.down_proj.weight",
+        Shard.ROW,
+        layers=_moe_layers,
     ),
 )
 
@@ -135,6 +175,9 @@ def hf_shape(name: str, dims: ModelDims) -> tuple[int, ...]:
         "mlp.up_proj.weight": (dims.ffn_size, hidden),
         "mlp.down_proj.weight": (hidden, dims.ffn_size),
         "mlp.gate.weight": (dims.num_experts, hidden),
+        "mlp.shared_experts.gate_proj.weight": (dims.shared_ffn_size, hidden),
+        "mlp.shared_experts.up_proj.weight": (dims.shared_ffn_size, hidden),
+        "mlp.shared_experts.down_proj.weight": (hidden, dims.shared_ffn_size),
         "mlp.experts.{expert}.gate_proj.weight": (dims.moe_ffn_size, hidden),
         "mlp.experts.{expert}.up_proj.weight": (dims.moe_ffn_size, hidden),
         "mlp.experts.{expert}.down_proj.weight": (hidden, dims.moe_ffn_size),

@@ -30,7 +30,7 @@ class Box(NamedTuple):
         return self.view.dtype == self.dtype and self.view.is_contiguous() and self.view.device.type == "cpu"
 
 
-class BoxTable(NamedTuple):
+class PairTable(NamedTuple):
     """The boxes of one pair in the order of their bytes: `rows_N5[i]` is (index into names, row, col, rows, cols)."""
 
     names: tuple[Any, ...]

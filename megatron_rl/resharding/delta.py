@@ -129,7 +129,8 @@ def _encode_words(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndar
         theirs, ours = old_words[start : start + CHUNK_WORDS], new_words[start : start + CHUNK_WORDS]
         np.not_equal(ours, theirs, out=differs[: len(ours)])
         num_gaps, num_values, gap = count_words(differs.view(np.uint64), ours, theirs, gaps, values, num_gaps, num_values, gap)
-    tail = _encode_torch(*(torch.from_numpy(part[num_words * LANES :].view(np.int16)) for part in (new, old)), gap)
+    new_tail, old_tail = (torch.from_numpy(part[num_words * LANES :].view(np.int16)) for part in (new, old))
+    tail = _encode_torch(new_tail, old_tail, gap)
     return np.concatenate([gaps[:num_gaps], tail[0]]), np.concatenate([values[:num_values], tail[1]])
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import Box, BoxTable, dtype_of, hash_boxes
+from megatron_rl.resharding.boxes import Box, PairTable, hash_boxes
 from megatron_rl.resharding.channel import Channel, ChannelError, PeerRefusedError, connect
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.delta import DeltaBase, can_encode, is_worth_it
 from megatron_rl.resharding.digest import DIGEST_NAMES, new_digest
 from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.plan import ReshardPlan
+from megatron_rl.resharding.precision import check_block_boxes, made_boxes, with_scales
 from megatron_rl.resharding.transports.protocol import Transport
 from megatron_rl.resharding.transports.table import TransportChoice, build_transport, choose_transport
 from megatron_rl.types.resharding import ShardDigest, SourceParam, SyncOrder
@@ -43,11 +44,10 @@ class WeightSender:
     def __init__(self, plan: ReshardPlan, rank: int, addresses: Sequence[Address], key: bytes, options: SendOptions) -> None:
         self.plan, self.addresses = plan, tuple(addresses)
         self._options = options
-        mine = np.flatnonzero(plan.columns["source_rank"] == rank)
-        targets = plan.columns["target_rank"][mine]
+        mine = plan.columns_from(rank)
         self._pairs = [
-            _Pair(plan, rank, int(target), mine[targets == target], addresses[int(target)], key, options)
-            for target in np.unique(targets)
+            _Pair(plan, rank, int(target), mine, addresses[int(target)], key, options)
+            for target in np.unique(mine["target_rank"])
         ]
 
     def send(self, chunks: Chunks, order: SyncOrder) -> list[ShardDigest]:
@@ -88,19 +88,23 @@ class _Pair:
         plan: ReshardPlan,
         rank: int,
         target: int,
-        rows: np.ndarray,
+        mine: Mapping[str, np.ndarray],
         address: Address,
         key: bytes,
         options: SendOptions,
     ) -> None:
         self._rank, self._target, self._address, self._key, self._options = rank, target, address, key, options
-        self._source, self._box_table = pair_tables(plan, rows)
+        self._source, self._planned = pair_tables(plan, mine, target)
+        self._table, self._origins = self._planned, np.arange(0)
+        self._shapes = plan.target_shapes
+        self._dtypes: Mapping[str, str] = {}
         self._channel: Channel | None = None
         self._transport: Transport | None = None
         self._transport_name = ""
         self._base = DeltaBase()
 
     def send(self, params: Mapping[SourceParam, torch.Tensor], order: SyncOrder) -> ShardDigest:
+        self._adopt(order.dtypes)
         boxes = self._boxes(params, order)
         try:
             return self._send(boxes, order)
@@ -140,14 +144,14 @@ class _Pair:
         if channel.expect()["digest"] != own:
             raise ChannelError(f"{channel.peer}: the digest of what trainer rank {self._rank} sent differs; it arrived wrong")
         self._base.digest = own
-        return ShardDigest(self._target, sum(box.view.numel() for box in boxes), {self._rank: own})
+        return ShardDigest(self._target, self._planned.num_elements, {self._rank: own})
 
     def _connect(self, boxes: Sequence[Box]) -> tuple[Channel, Transport]:
         """The kept connection, or a new one with the table of boxes told and the transport chosen."""
         if self._channel is None or self._transport is None:
             channel = self._channel = connect(*self._address, self._key, self._options.timeout_s)
-            header = {"kind": "table", "source": self._rank, "names": self._box_table.names}
-            there = channel.ask(header, memoryview(self._box_table.rows_N5.tobytes()))["host"]
+            header = {"kind": "table", "source": self._rank, "names": self._table.names}
+            there = channel.ask(header, memoryview(self._table.rows_N5.tobytes()))["host"]
             device = boxes[0].view.device
             self._transport_name = choose_transport(self._options.transport, describe_host(device), there, device)
             folder = self._options.directory
@@ -180,21 +184,24 @@ class _Pair:
         return delta, opening | {"delta_base": base}
 
     def _boxes(self, params: Mapping[SourceParam, torch.Tensor], order: SyncOrder) -> list[Box]:
-        dtypes = [dtype_of(order.dtypes[name]) for name in self._box_table.names]
-        return [
-            Box(box.view, dtypes[number], label)
-            for box, number, label in zip(
-                self._source.resolve(params), self._box_table.rows_N5[:, 0].tolist(), self._box_table.labels, strict=True
-            )
-        ]
+        return made_boxes(self._source.resolve(params), self._table, self._origins, order.dtypes)
+
+    def _adopt(self, dtypes: Mapping[str, str]) -> None:
+        """The boxes that travel follow from how the engines hold each parameter."""
+        if self._dtypes != dtypes:
+            check_block_boxes(self._planned, dtypes, self._shapes)
+            self._table, self._origins = with_scales(self._planned, dtypes)
+            self._dtypes = dtypes
+            self.close()
 
 
-def pair_tables(plan: ReshardPlan, rows: np.ndarray) -> tuple[BoxTable, BoxTable]:
-    """Where the boxes of some rows of the plan lie at the trainer rank and at the engine rank."""
-    columns = {name: column[rows] for name, column in plan.columns.items()}
+def pair_tables(plan: ReshardPlan, mine: Mapping[str, np.ndarray], target: int) -> tuple[PairTable, PairTable]:
+    """Where the boxes of a trainer rank (its columns of the plan) lie at that rank and at one engine rank."""
+    columns = {name: column[mine["target_rank"] == target] for name, column in mine.items()}
     tables = []
-    for side, names in (("source", plan.source_params), ("target", plan.target_params)):
+    sides: tuple[tuple[str, Sequence[Any]], ...] = (("source", plan.source_params), ("target", plan.target_params))
+    for side, names in sides:
         used, numbers = np.unique(columns[f"{side}_param"], return_inverse=True)
         fields = (numbers, columns[f"{side}_row"], columns[f"{side}_col"], columns["num_rows"], columns["num_cols"])
-        tables.append(BoxTable(tuple(names[int(i)] for i in used), np.stack(fields, axis=1).astype(np.int64)))
+        tables.append(PairTable(tuple(names[int(i)] for i in used), np.stack(fields, axis=1).astype(np.int64)))
     return tables[0], tables[1]

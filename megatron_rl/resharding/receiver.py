@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import BoxTable, dtype_name, hash_boxes, total_bytes
+from megatron_rl.resharding.boxes import PairTable, dtype_name, hash_boxes, total_bytes
 from megatron_rl.resharding.channel import Channel, ChannelError, accept
 from megatron_rl.resharding.delta import apply_delta
 from megatron_rl.resharding.digest import DIGEST_NAMES, choose_digest, new_digest
 from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.incoming import IncomingUpdate
+from megatron_rl.resharding.precision import count_weights
 from megatron_rl.resharding.transports.protocol import Transport
 from megatron_rl.resharding.transports.table import build_transport
 
@@ -49,7 +50,7 @@ class Receiver:
         self._key = key
         self._listener = socket.create_server((host, 0))
         self._update: IncomingUpdate | None = None
-        self._tables: dict[int, BoxTable] = {}
+        self._tables: dict[int, PairTable] = {}
         self._held: dict[int, tuple[bool, str]] = {}
         """What each trainer rank's boxes hold: whether beside the parameters, and its digest; the base of a delta."""
         self._lock = threading.Lock()
@@ -124,11 +125,11 @@ class Receiver:
         if kind == "describe":
             return {"params": {n: [list(p.shape), dtype_name(p.dtype)] for n, p in self._params.items()}}
         if kind == "table":
-            table = BoxTable(tuple(header["names"]), np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
+            table = PairTable(tuple(header["names"]), np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
             table.resolve(self._params)  # names what does not fit
             with self._lock:
                 self._tables[header["source"]] = table
-                self._held.clear()
+                self._held.pop(header["source"], None)
             return {"host": describe_host(self._device), "digests": DIGEST_NAMES}
         if kind == "begin":
             self._begin(IncomingUpdate(header["sync"], header["version"], header["sources"], header["staged"]))
@@ -183,7 +184,7 @@ class Receiver:
                 transports[name].submit_recv(boxes)
                 transports[name].run(digest)
             self._held[source] = (update.is_staged, digest.hexdigest())
-            update.end(source, digest_name, digest.hexdigest(), table.num_elements)
+            update.end(source, digest_name, digest.hexdigest(), count_weights(table))
         return {"digest": digest.hexdigest()}
 
     def _apply(self, update: IncomingUpdate) -> dict[str, Any]:

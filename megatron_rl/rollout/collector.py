@@ -39,7 +39,7 @@ class RolloutStats:
     efficiency: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Sample:
     group: int
     index: int

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl.trainer.packed_inputs import AttentionPlan, PackedInputs, plan_attention
@@ -28,6 +29,9 @@ class _Group:
     key_rows: Tensor  # int64 [s * k]
     mask: Tensor | None  # bool [s, 1, q, k]
     num_sequences: int
+    prompt_rows: Tensor  # int64 [prompts * length]
+    prompt_of: Tensor  # int64 [s]
+    num_prompts: int
 
 
 @dataclass
@@ -56,6 +60,9 @@ def pack_for_local_attention(inputs: PackedInputs, cp: int, device: torch.device
             on_device(group.key_rows.reshape(-1)),
             None if group.mask is None else on_device(group.mask),
             len(group.query_rows),
+            on_device(group.prompt_rows.reshape(-1)),
+            on_device(group.prompt_of),
+            len(group.prompt_rows),
         )
         for group in plan.groups
     )
@@ -84,10 +91,12 @@ def pack_for_transformer_engine(inputs: PackedInputs, device: torch.device) -> P
 
 
 class PackedAttention(MegatronModule):
-    """Causal scaled-dot-product attention within each packed sequence.
+    """Causal scaled-dot-product attention within each packed sequence, and from an answer to its shared prompt.
 
     Sequences of similar length are laid side by side with padding at the end, which causality hides from real tokens.
-    Under context parallelism keys and values are gathered, and their gradients summed back.
+    The keys of a shared prompt stand before an answer's own, once per answer: that costs memory traffic only, and the
+    gradients of all answers add up in the prompt. Under context parallelism keys and values are gathered, and their
+    gradients summed back.
     """
 
     def __init__(
@@ -121,13 +130,18 @@ class PackedAttention(MegatronModule):
         for group in packed_seq_params.groups:
             q = _lay_out(query, group.query_rows, group.num_sequences)
             kv = _lay_out(key_value_M, group.key_rows, group.num_sequences)
+            mask = group.mask
+            if len(group.prompt_rows):
+                prompts = _lay_out(key_value_M, group.prompt_rows, group.num_prompts)
+                kv = torch.cat((prompts.index_select(0, group.prompt_of), kv), dim=2)
+                mask = causal_lower_right(q.shape[2], kv.shape[2])
             k, v = kv.split(num_kv_heads, dim=1)
             out = scaled_dot_product_attention(
                 q,
                 k.repeat_interleave(repeats, dim=1),
                 v.repeat_interleave(repeats, dim=1),
-                attn_mask=group.mask,
-                is_causal=group.mask is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self.softmax_scale,
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))

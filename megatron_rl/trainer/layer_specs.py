@@ -17,7 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.config.sections import TrainerSection
 from megatron_rl.trainer.attention import PackedAttention
+from megatron_rl.types.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,27 @@ def uses_transformer_engine(layer_spec: Literal["auto", "local", "transformer_en
         layer_spec,
         "installed" if is_installed else "not installed",
     )
+    return chosen
+
+
+def shares_prompts(trainer: TrainerSection, layout: ParallelLayout, *, transformer_engine: bool) -> bool:
+    """Decide whether the prompt of a group may be computed once for all its answers, and say so in the log.
+
+    Context parallelism cuts every sequence by itself, and Transformer Engine's packed kernels know no shared keys: there
+    every sequence is computed whole. Raises ValueError when sharing is asked for in spite of that.
+    """
+    obstacle = None
+    if layout.cp > 1:
+        obstacle = f"trainer.layout.cp={layout.cp}"
+    elif transformer_engine:
+        obstacle = "Transformer Engine's attention (trainer.layer_spec=local is without)"
+    if trainer.shared_prompts == "on" and obstacle:
+        raise ValueError(f"trainer.shared_prompts=on does not go with {obstacle}; set it to auto or off")
+    chosen = trainer.shared_prompts != "off" and obstacle is None
+    logger.info(
+        "shared prompts: %s (asked for: %s%s)",
+        "possible" if chosen else "no", trainer.shared_prompts, f"; not with {obstacle}" if obstacle else "",
+    )  # fmt: skip
     return chosen
 
 

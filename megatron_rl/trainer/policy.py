@@ -1,7 +1,6 @@
 """The policy as one trainer rank sees it: build, log-probs, train steps, weights in and out. No Ray here.
 
-Shape suffixes: _T packed tokens (token-aligned), _N rows of this rank, _P rows of all context-parallel ranks, _K scored
-rows, H hidden.
+Shape suffixes: _T packed tokens (token-aligned), _N rows of this rank, _K scored predictions, H hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.shards import padded_vocab
 from megatron_rl.platforms.platform import Platform
 from megatron_rl.trainer.attention import pack_for_local_attention, pack_for_transformer_engine
-from megatron_rl.trainer.layer_specs import uses_transformer_engine
+from megatron_rl.trainer.layer_specs import shares_prompts, uses_transformer_engine
 from megatron_rl.trainer.logprobs import compute_chunked_logprobs
 from megatron_rl.trainer.model import PolicyModel, build_model_chunks
 from megatron_rl.trainer.model_config import DTYPES, plan_ddp_config, plan_optimizer_config, plan_transformer_config
@@ -53,6 +52,7 @@ class _Prepared:
     packed: Any
     scored_rows_K: Tensor
     target_ids_K: Tensor
+    num_slots: int
     prediction_of_T: Tensor
     is_scored_T: Tensor
 
@@ -80,6 +80,7 @@ class PolicyTrainer:
         self.dims, self.trainer, self.layout, self.platform = dims, trainer, layout, platform
         self.temperature = temperature
         self.uses_transformer_engine = uses_transformer_engine(trainer.layer_spec)
+        self.shares_prompts = shares_prompts(trainer, layout, transformer_engine=self.uses_transformer_engine)
         torch_dtype = DTYPES[dtype]
         platform.prepare_torch(torch_dtype)
         platform.seed(seed)
@@ -260,6 +261,7 @@ class PolicyTrainer:
             cp=self.layout.cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
             score_all=score_all,
+            share_prompts=self.shares_prompts,
         )
         if self.uses_transformer_engine:
             packed = pack_for_transformer_engine(inputs, device)
@@ -276,6 +278,7 @@ class PolicyTrainer:
             packed=packed,
             scored_rows_K=on_device(inputs.scored_rows_K),
             target_ids_K=on_device(inputs.target_ids_K),
+            num_slots=inputs.num_slots,
             prediction_of_T=on_device(inputs.prediction_of_T),
             is_scored_T=on_device(inputs.is_scored_T),
         )
@@ -325,15 +328,14 @@ class PolicyTrainer:
             chunk_tokens=self.trainer.logprob_chunk_tokens,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
         )
-        scores_N2 = hidden.new_zeros((hidden.shape[0], 2), dtype=torch.float32)
-        scores_N2 = scores_N2.index_copy(0, item.scored_rows_K, torch.stack(pair, dim=1))
-        scores_P2 = scores_N2
+        scores_K2 = torch.stack(pair, dim=1)
+        slots_2 = torch.nn.functional.pad(scores_K2, (0, 0, 0, item.num_slots - len(scores_K2)))
         if self.layout.cp > 1:
             # Every context-parallel rank computes the whole loss; each takes the gradient of its own rows alone.
-            scores_P2 = gather_from_sequence_parallel_region(
-                scores_N2, tensor_parallel_output_grad=False, group=parallel_state.get_context_parallel_group()
+            slots_2 = gather_from_sequence_parallel_region(
+                slots_2, tensor_parallel_output_grad=False, group=parallel_state.get_context_parallel_group()
             )
-        scores_T2 = torch.where(item.is_scored_T[:, None], scores_P2.index_select(0, item.prediction_of_T), 0.0)
+        scores_T2 = torch.where(item.is_scored_T[:, None], slots_2.index_select(0, item.prediction_of_T), 0.0)
         return scores_T2[:, 0], scores_T2[:, 1]
 
 
@@ -349,6 +351,6 @@ def empty_microbatch() -> Microbatch:
         is_correct_S=np.zeros(0, dtype=bool),
         sample_index_S=np.zeros(0, dtype=np.int32),
         token_arrays=dict.fromkeys(
-            ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns"), nothing
+            ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns", "chosen"), nothing
         ),
     )

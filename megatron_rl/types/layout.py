@@ -10,6 +10,8 @@ class ParallelLayout:
     """A Megatron layout. `virtual_pp` is the number of model chunks per pipeline rank (1: not interleaved).
 
     World size = tp * cp * dp * pp, and also etp * ep * expert_dp * pp: the experts re-divide the same ranks.
+    `layers_per_chunk` gives the layers of every model chunk in pipeline order (chunk v of stage p is entry v * pp + p);
+    None: all chunks hold equally many.
     """
 
     tp: int = 1
@@ -19,6 +21,7 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    layers_per_chunk: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
@@ -45,15 +48,29 @@ class RankCoords:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The layout of the inference side: `num_engines` engines of `tp` ranks; `vocab_multiple` pads the vocabulary."""
+    """The layout of the inference side: `num_engines` engines of `tp` ranks; `vocab_multiple` pads the vocabulary.
+
+    Inside an engine the experts are spread over `ep` groups of ranks and each is split over the `moe_tp` ranks of its
+    group; attention runs `attention_dp` times side by side, each copy split over `attention_tp` ranks.
+    """
 
     tp: int = 1
     num_engines: int = 1
     vocab_multiple: int = 64
+    ep: int = 1
+    attention_dp: int = 1
 
     @property
     def num_ranks(self) -> int:
         return self.tp * self.num_engines
+
+    @property
+    def moe_tp(self) -> int:
+        return self.tp // self.ep
+
+    @property
+    def attention_tp(self) -> int:
+        return self.tp // self.attention_dp
 
 
 @dataclass(frozen=True, slots=True)

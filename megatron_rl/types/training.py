@@ -34,6 +34,8 @@ class TrainSample:
     advantage: float
     is_correct: bool
     is_truncated: bool
+    num_prompt_tokens: int = 0
+    """Leading tokens that all samples of the group have in common; 0: nothing to share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Microbatch:
 
     An empty microbatch (S = 0, T = 0) is legal: ranks need equal counts. `token_arrays` holds float32 [T] arrays by
     name: rollout_logprobs, advantages, and what `annotate` added (old_logprobs, ref_logprobs, values, returns).
+
+    Every array holds every sequence whole. `shared_prefix_S` only says what need not be computed again: so many leading
+    tokens of a sequence are those of the sequence before it (0: it starts a run of its own; the same number throughout
+    a run). Empty: nothing is shared.
     """
 
     token_ids_T: np.ndarray  # int64
@@ -52,6 +58,7 @@ class Microbatch:
     is_correct_S: np.ndarray  # bool
     sample_index_S: np.ndarray  # int32, the position of each sequence in the step's list of samples
     token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    shared_prefix_S: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))  # int32 [S] or [0]
 
     @property
     def num_sequences(self) -> int:

@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.controller.run_directory import git_revision
 from tests.e2e.runs import ROOT, Run, running
 from tests.slurm.cluster import SlurmCluster
 
 SEEDS = (1, 2, 3)
 QUICKSTART_LIMIT_S = 480.0
+MEMORY_INTERVAL_S = 3.0
+"""Walking the page tables of all processes costs a tenth of a core when done every second."""
 
 
 @contextmanager
@@ -27,7 +31,7 @@ def peak_memory(run: Run) -> Iterator[list[int]]:
     peak, done = [0], threading.Event()
 
     def sample() -> None:
-        while not done.wait(1.0):
+        while not done.wait(MEMORY_INTERVAL_S):
             peak[0] = max(peak[0], sum(_proportional_bytes(pid) for pid in run.processes()))
 
     thread = threading.Thread(target=sample, daemon=True)
@@ -54,6 +58,8 @@ def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run) as peak:
+            run.wait_for("trainer ranks (", timeout_s)  # everything is up; the first step begins
+            start_s = time.monotonic() - started
             status = run.wait(timeout_s)
             wall_s = time.monotonic() - started
             if status != 0:
@@ -70,6 +76,7 @@ def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str
         "accuracy_after": accuracies[max(accuracies)],
         "accuracies": accuracies,
         "wall_s": round(wall_s, 1),
+        "start_s": round(start_s, 1),
         "step_s_median": round(sorted(steps)[len(steps) // 2], 2),
         "step_s_max": round(max(steps), 2),
         "logprob_gap_max": max(row["rollout/logprob_gap"] for row in rows[1:]),
@@ -94,6 +101,7 @@ def quickstart() -> bool:
             "quickstart", figures,
             starts_below_040=figures["accuracy_before"] < 0.40, ends_above_080=figures["accuracy_after"] > 0.80,
             within_8_minutes=figures["wall_s"] < QUICKSTART_LIMIT_S, below_6_gib=figures["peak_memory_gib"] < 6.0,
+            starts_within_30_s=figures["start_s"] < 30,
         ))  # fmt: skip
     return all(results)
 
@@ -162,12 +170,29 @@ def slurm() -> bool:
     return report("slurm", figures, ends_above_080=accuracies[max(accuracies)] > 0.80, nothing_left=not left)
 
 
+def sglang_tp1() -> bool:
+    """Weights of four trainer layouts arrive in a real SGLang server of one rank (the first tier has TP 2)."""
+    return _slow_tests("sglang_tp1", "tests/sglang/test_weights_arrive.py")
+
+
+def sglang_places() -> bool:
+    """Whole runs on an SGLang engine over two nodes (one of which dies, too) and on one that was started elsewhere."""
+    return _slow_tests("sglang_places", "tests/sglang/test_whole_runs.py")
+
+
+def _slow_tests(name: str, path: str) -> bool:
+    status = pytest.main(["-v", "-s", "-m", "slow", "--import-mode=importlib", str(ROOT / path)])
+    return report(name, {"revision": git_revision()}, passed=status == 0)
+
+
 CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "quickstart": quickstart,
     "quickstart_no_learning": quickstart_no_learning,
     "quickstart_sglang": quickstart_sglang,
     "smollm2": smollm2,
     "slurm": slurm,
+    "sglang_tp1": sglang_tp1,
+    "sglang_places": sglang_places,
 }
 
 

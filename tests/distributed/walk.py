@@ -18,7 +18,9 @@ from launch import Rank  # beside this file; `launch` puts the folder on the pat
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.config.sections import AlgorithmSection, MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, CovarianceSection, KlSection
+from megatron_rl.config.sections import MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.controller.loss_check_rank import measure_objective
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
@@ -34,6 +36,8 @@ from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Denominators, Microbatch
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 7, 23)
+GROUPS = {0: "a", 1: "a", 3: "a", 7: "a", 2: "b", 5: "b", 6: "b"}  # sequence 4 stands alone
+PROMPT_LENGTHS = {"a": 4, "b": 6}
 WEIGHT_SEED, DATA_SEED = 3, 11
 ALGORITHMS = {
     "ppo": AlgorithmSection(
@@ -41,6 +45,39 @@ ALGORITHMS = {
     ),
     "gspo": AlgorithmSection(name="gspo", loss="gspo", clip_low=0.9, clip_high=9.0, aggregation="seq-mean-token-mean"),
 }
+
+
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}
+CONSTANT = {"aggregation": "seq-mean-token-sum-norm", "aggregation_constant": 37.0}
+OBJECTIVES = {
+    "grpo": AlgorithmSection(name="grpo", loss="ppo", **WIDE, kl=KlSection(0.04)),
+    "dapo": AlgorithmSection(name="dapo", loss="ppo", **WIDE, aggregation="token-mean", masked_sequences="count"),
+    "dr_grpo": AlgorithmSection(name="dr_grpo", advantage="dr_grpo", loss="ppo", **WIDE, **CONSTANT),
+    "dual_clip": AlgorithmSection(loss="ppo", **WIDE, dual_clip=1.3, aggregation="token-sum"),
+    "gspo": AlgorithmSection(),
+    "gspo_token": AlgorithmSection(loss="gspo_token", **WIDE, aggregation="token-mean"),
+    "vapo": AlgorithmSection(
+        name="vapo", advantage="gae", lambda_alpha=0.4, loss="ppo", **WIDE, aggregation="token-mean",
+        positive_nll_coefficient=0.1, entropy_coefficient=0.01,
+    ),
+    "cispo": AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.2, aggregation="token-mean"),
+    "rloo": AlgorithmSection(advantage="rloo", loss="reinforce", aggregation="seq-mean-token-sum", kl=KlSection(0.1, "k2")),
+    "reinforce_pp": AlgorithmSection(advantage="reinforce_pp", loss="ppo", **WIDE, kl=KlSection(0.1, "k1", "reward")),
+    "sapo": AlgorithmSection(loss="sapo", tau_negative=1.3),
+    "gmpo": AlgorithmSection(loss="gmpo", clip_low=0.4, clip_high=0.4),
+    "vespo": AlgorithmSection(loss="vespo"),
+    "dppo_tv": AlgorithmSection(loss="dppo_tv", clip_low=0.01, clip_high=0.01, aggregation="token-mean"),
+    "dppo_kl": AlgorithmSection(loss="dppo_kl", clip_low=0.005, clip_high=0.005, aggregation="token-mean"),
+    "aipo": AlgorithmSection(loss="aipo", clip_high=0.4, aggregation="token-mean"),
+    "clip_cov": AlgorithmSection(loss="clip_cov", **WIDE, covariance=CovarianceSection(0.2, 0.01, 50.0)),
+    "kl_cov": AlgorithmSection(loss="kl_cov", covariance=CovarianceSection(0.2)),
+    "distillation": AlgorithmSection(loss="none", kl=KlSection(1.0, "unbiased"), aggregation="token-mean"),
+    "corrected": AlgorithmSection(
+        loss="ppo", **WIDE, correction=CorrectionSection("geometric_mask", 0.8, 1.2, max_version_age=1)
+    ),
+    "opsm": AlgorithmSection(loss="ppo", **WIDE, correction=CorrectionSection("opsm", high=0.01)),
+}  # fmt: skip
+"""Every loss, every aggregation, and corrections over whole rows, on `controller.synthetic_batch`."""
 
 
 class SpreadSource(RandomSource):
@@ -60,12 +97,16 @@ class SpreadSource(RandomSource):
 def sequences(vocab_size: int) -> list[dict[str, np.ndarray]]:
     """The global batch: per sequence its tokens, mask and the arrays that a loss reads."""
     rng = np.random.default_rng(DATA_SEED)
+    prompts = {group: rng.integers(0, vocab_size, length) for group, length in PROMPT_LENGTHS.items()}
     batch = []
-    for length in LENGTHS:
+    for member, length in enumerate(LENGTHS):
+        tokens = rng.integers(0, vocab_size, length)
+        if member in GROUPS:
+            tokens[: PROMPT_LENGTHS[GROUPS[member]]] = prompts[GROUPS[member]]
         mask = np.arange(length) >= max(1, length // 3)
         batch.append(
             {
-                "token_ids": rng.integers(0, vocab_size, length),
+                "token_ids": tokens,
                 "mask": mask & (rng.random(length) < 0.9),
                 "rollout_logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
                 "advantages": np.full(length, rng.normal(), dtype=np.float32),
@@ -74,13 +115,18 @@ def sequences(vocab_size: int) -> list[dict[str, np.ndarray]]:
     return batch
 
 
-def pack(batch: list[dict[str, np.ndarray]], members: list[int]) -> Microbatch:
-    """One microbatch of the given members of the batch."""
+def pack(batch: list[dict[str, np.ndarray]], members: list[int], *, share: bool = False) -> Microbatch:
+    """One microbatch of the given members of the batch; with `share`, neighbours of one group share their prompt."""
     if not members:
         return empty_microbatch()
     chosen = [batch[i] for i in members]
     lengths = [len(item["token_ids"]) for item in chosen]
     mask = np.concatenate([item["mask"] for item in chosen])
+    groups = [GROUPS.get(member) for member in members]
+    shared = [
+        PROMPT_LENGTHS[group] if share and group and group == before else 0
+        for before, group in zip([None, *groups], groups, strict=False)
+    ]
     return Microbatch(
         token_ids_T=np.concatenate([item["token_ids"] for item in chosen]),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
@@ -93,6 +139,7 @@ def pack(batch: list[dict[str, np.ndarray]], members: list[int]) -> Microbatch:
             name: np.where(mask, np.concatenate([item[name] for item in chosen]), 0).astype(np.float32)
             for name in ("rollout_logprobs", "advantages")
         },
+        shared_prefix_S=np.array(shared, dtype=np.int32),
     )
 
 
@@ -175,7 +222,8 @@ def policy(
 def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case: log-probs by sequence, and metrics of three optimizer steps per algorithm.
 
-    A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`.
+    A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`, `share` (compute
+    common prompts once) and `algorithms` (names; default: all).
     """
     results = []
     with joined(me) as platform:
@@ -185,7 +233,8 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
             if "megatron" in section:
                 section["megatron"] = MegatronSection(**section["megatron"])
             result: dict[str, Any] = {"steps": {}}
-            for name, algorithm in ALGORITHMS.items():
+            for name in case.get("algorithms", ALGORITHMS):
+                algorithm = ALGORITHMS[name]
                 with policy(
                     me,
                     platform,
@@ -195,8 +244,18 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
                     **section,
                 ) as trainer:
                     result |= run_case(me, trainer, layout, build_algorithm(algorithm), case, result["steps"], name)
+            if case.get("objectives"):
+                with policy(me, platform, family, layout) as trainer:
+                    result["objectives"] = measure_all(trainer, me.rank, case)
             results.append(result)
     return results
+
+
+def measure_all(trainer: PolicyTrainer, rank: int, case: dict[str, Any]) -> dict[str, list[float]]:
+    """Loss and gradient norm of every objective on one policy, whose weights a learning rate of 0 leaves alone."""
+    trainer.begin_phase(OptimizerSection(learning_rate=0.0, clip_grad=0.0), len(OBJECTIVES))
+    options = {"num_microbatches": case.get("num_microbatches", 2), "is_reversed": "order" in case}
+    return {name: list(measure_objective(trainer, section, rank, **options)) for name, section in OBJECTIVES.items()}
 
 
 def run_case(
@@ -212,7 +271,10 @@ def run_case(
     members = case.get("order", list(range(len(batch))))
     mine = members[coords_of(layout, me.rank).dp :: layout.dp]
     parts = split(mine, case.get("num_microbatches", 2))
-    microbatches = [pack(batch, part) for part in parts]
+    share = case.get("share", False)
+    if share:
+        parts = [sorted(part, key=lambda member: GROUPS.get(member, "")) for part in parts]
+    microbatches = [pack(batch, part, share=share) for part in parts]
     logprobs = trainer.compute_logprobs(microbatches, score_all=True)
     annotated = trainer.annotate(microbatches, algorithm.needs)
     steps[name] = [trainer.train_minibatch(annotated, count(batch), algorithm) for _ in range(3)]

@@ -79,6 +79,11 @@ class Run:
         plasma = {name for name in os.listdir("/dev/shm") if name.startswith("plasma") and name not in self.shm_before}
         assert not new | plasma, f"shared-memory files left: {new | plasma}"
 
+    def kill_process(self, pid: int) -> None:
+        """SIGKILL one process of this run."""
+        assert pid in self.processes(), f"{pid} is none of this run's"
+        os.kill(pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """End whatever is left; for a test that failed."""
         for pid in self.processes():

@@ -6,8 +6,11 @@ import asyncio
 import os
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_rl.config.sections import SglangSection
 from megatron_rl.rollout.sglang.engine import SglangEngine
-from megatron_rl.rollout.sglang.launch_args import EnginePlace
+from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel
 from megatron_rl.rollout.sglang.process import SglangServer
 from megatron_rl.rollout.sglang.receiver_dir import create_receiver_dir
 from megatron_rl.rollout.sglang.start import start_engine
@@ -107,19 +110,18 @@ def loop():
         yield runner.run
 
 
-@pytest.fixture(scope="session")
-def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
-    directory = tmp_path_factory.mktemp("engine")
+@contextmanager
+def started(
+    model: Path, directory: Path, section: SglangSection, loop, load_format: Literal["auto", "dummy"] = "auto"
+) -> Iterator[Running]:
+    """A server of the model folder with all its files in `directory`; stopped at the end."""
     receiver_key = secrets.token_bytes(32)
     create_receiver_dir(directory / "receivers", receiver_key)
     engine = start_engine(
-        "shared",
-        SECTION,
+        f"tp{section.tp_size}",
+        section,
         EnginePlace(cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
-        python=sys.executable,
-        model_path=str(tiny_model.folder),
-        dtype="fp32",
-        max_context=MAX_CONTEXT,
+        ServedModel(sys.executable, str(model), "fp32", MAX_CONTEXT, load_format),
         receiver_dir=directory / "receivers",
         log_path=directory / "server.log",
         on_progress=print,
@@ -128,6 +130,12 @@ def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loo
         yield Running(engine, engine.server, directory / "receivers", receiver_key)
     finally:
         loop(engine.close())
+
+
+@pytest.fixture(scope="session")
+def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
+    with started(tiny_model.folder, tmp_path_factory.mktemp("engine"), SECTION, loop) as server:
+        yield server
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ class SlurmCluster:
     def processes(self) -> list[str]:
         """The command lines of all processes on the nodes, Slurm's own and this query left out."""
         shown = self.run(["ps", "-eo", "args", "--no-headers"]).stdout.splitlines()
-        own = ("ps -eo", "slurm", "munged", "unshare", "bash", "/bin/bash", "[", "setpriv")
+        own = ("ps -eo", "slurm", ": slurm", "munged", "unshare", "bash", "/bin/bash", "[", "setpriv")
         return [line for line in shown if not line.startswith(own)]
 
     def logs(self) -> str:
@@ -171,13 +171,15 @@ class SlurmCluster:
         (self.root / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
         for index in range(self._gpus_per_node):
             (self.root / "devices" / f"nvidia{index}").symlink_to("/dev/null")
-        last_gpu = self._gpus_per_node - 1
-        (self.root / "gres.conf").write_text(f"Name=gpu Type=h100 File={self.root}/devices/nvidia[0-{last_gpu}]\n")
+        devices = f"{self.root}/devices/nvidia[0-{self._gpus_per_node - 1}]"
+        gres = f"Name=gpu Type=h100 File={devices}\n" if self._gpus_per_node else ""
+        (self.root / "gres.conf").write_text(gres)
         (self.root / "slurm.conf").write_text(self._slurm_conf())
 
     def _slurm_conf(self) -> str:
         root = self.root
         nodes = f"node[1-{self.num_nodes}]"
+        gres = f"Gres=gpu:h100:{self._gpus_per_node} " if self._gpus_per_node else ""
         return f"""\
 ClusterName=emulated
 SlurmctldHost=controller(10.77.0.1)
@@ -212,6 +214,6 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 GresTypes=gpu
 NodeName=node[1-{self.num_nodes}] NodeAddr=10.77.0.[11-{10 + self.num_nodes}] CPUs={self._cpus_per_node} \
-RealMemory=64000 Gres=gpu:h100:{self._gpus_per_node} State=UNKNOWN
+RealMemory=64000 {gres}State=UNKNOWN
 PartitionName=main Nodes={nodes} Default=YES MaxTime=60 State=UP
 """

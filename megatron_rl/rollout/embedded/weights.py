@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.layout.intervals import round_up
+from megatron_rl.layout.intervals import padded_engine_vocab
 from megatron_rl.model_families.declaration import ModelDims
 
 
@@ -16,7 +16,7 @@ def engine_param_shapes(dims: ModelDims, tp: int, vocab_multiple: int = 64) -> d
     check_tensor_parallel(dims, tp)
     hidden, head = dims.hidden_size, dims.head_dim
     num_heads, num_kv = dims.num_heads // tp, local_kv_heads(dims, tp)
-    vocab = round_up(round_up(dims.vocab_size, vocab_multiple), tp) // tp
+    vocab = padded_engine_vocab(dims.vocab_size, tp, vocab_multiple) // tp
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.qkv_proj.weight": ((num_heads + 2 * num_kv) * head, hidden),
         "self_attn.o_proj.weight": (hidden, num_heads * head),

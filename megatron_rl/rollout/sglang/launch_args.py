@@ -21,7 +21,7 @@ CPU_LAYER_PATH = Path(__file__).parent / "cpu_layer" / "on_path"
 DERIVED_ARGS = frozenset(
     {
         *("model_path", "skip_tokenizer_init", "custom_weight_loader", "weight_version", "max_running_requests"),
-        *("host", "port", "tp_size", "nnodes", "node_rank", "dist_init_addr", "device"),
+        *("host", "port", "tp_size", "ep_size", "attn_dp_size", "nnodes", "node_rank", "dist_init_addr", "device"),
         *("config", "api_key", "admin_api_key"),
     }
 )
@@ -45,6 +45,20 @@ class EnginePlace:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the processes of an engine load, and the interpreter that has SGLang.
+
+    `load_format="dummy"` starts from random weights, for engines that receive theirs by a sync before the first prompt.
+    """
+
+    python: str
+    path: str
+    dtype: Literal["fp32", "bf16"]
+    max_context: int
+    load_format: Literal["auto", "dummy"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class ServerLaunch:
     """One server process: `argv` without any secret, and what is added to the parent's environment."""
 
@@ -55,22 +69,12 @@ class ServerLaunch:
 
 
 def plan_launch(
-    section: SglangSection,
-    place: EnginePlace,
-    *,
-    python: str,
-    model_path: str,
-    dtype: Literal["fp32", "bf16"],
-    max_context: int,
-    key_file: Path,
-    receiver_dir: Path,
-    load_format: Literal["auto", "dummy"] = "auto",
+    section: SglangSection, place: EnginePlace, model: ServedModel, *, key_file: Path, receiver_dir: Path
 ) -> ServerLaunch:
     """The command of one process of one engine.
 
     The KV pool is capped at `num_concurrent * max_context` tokens: uncapped, SGLang takes most of the memory.
     Deterministic inference is on unless `server_args` says otherwise; without it SGLang ignores per-request seeds.
-    `load_format="dummy"` starts from random weights, for engines that receive theirs by a sync before the first prompt.
 
     Raises ValueError with the key path for a server option that is derived or whose value has no command-line form.
     """
@@ -83,19 +87,20 @@ def plan_launch(
     if section.num_nodes > 1 and place.dist_init_addr is None:
         raise ValueError(f"rollout.sglang.num_nodes={section.num_nodes}: an engine over nodes needs dist_init_addr")
     args: dict[str, Any] = {
-        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
-        "load_format": load_format,
-        "max_total_tokens": section.num_concurrent * max_context,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
+        "load_format": model.load_format,
+        "max_total_tokens": section.num_concurrent * model.max_context,
         "enable_deterministic_inference": True,
         "sleep_on_idle": True,
         **(_CPU_ARGS if place.device == "cpu" else {}),
         **user_args,
         "device": place.device,
-        "model_path": model_path,
+        "model_path": model.path,
         "skip_tokenizer_init": True,
         "host": place.host,
         "port": place.port,
         "tp_size": section.tp_size,
+        **({"ep_size": section.ep_size} if section.ep_size > 1 else {}),
         "max_running_requests": section.num_concurrent,
         "weight_version": "0",
         "custom_weight_loader": CUSTOM_LOADER,
@@ -104,7 +109,7 @@ def plan_launch(
         args |= {"nnodes": section.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     flags = [word for name, value in args.items() for word in _flag(f"{key_path}.{name}", name, value)]
     return ServerLaunch(
-        argv=(python, "-m", "sglang.launch_server", "--config", str(key_file), *flags),
+        argv=(model.python, "-m", "sglang.launch_server", "--config", str(key_file), *flags),
         env=_environment(section, place, receiver_dir),
         host=place.host,
         port=place.port,

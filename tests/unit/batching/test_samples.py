@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.batching.samples import build_samples
 from megatron_rl.types.rollout import (
     FinishReason,
     PolicyVersion,
@@ -41,6 +41,7 @@ def test_arrays_are_token_aligned(group: TrajectoryGroup) -> None:
     assert second.token_ids_L.tolist() == [11, 12, 13, 1, 2, 3, 4]
     assert second.loss_mask_L.tolist() == [False] * 3 + [True] * 4
     assert second.versions_L.tolist() == [-1, -1, -1, 7, 7, 7, 8]
+    assert second.num_prompt_tokens == 3
     np.testing.assert_allclose(second.rollout_logprobs_L, [0, 0, 0, -0.1, -0.2, -0.3, -0.4], rtol=1e-6)
     assert (second.reward, second.advantage, second.is_correct, second.is_truncated) == (0.25, -0.5, False, True)
     assert (first.sample_id, first.group_id, first.is_correct, first.is_truncated) == ("t0", "g0", True, False)
@@ -69,9 +70,3 @@ def test_shapes_must_agree(group: TrajectoryGroup) -> None:
         build_samples([group], [[0.0, 0.0], [1.0]], mask_truncated=False)
     with pytest.raises(ValueError, match="group g0: 2 trajectories but 1 advantages"):
         build_samples([group], [[0.0]], mask_truncated=False)
-
-
-def test_variance_is_max_against_min(group: TrajectoryGroup) -> None:
-    assert has_reward_variance(group)
-    equal = tuple(replace(t, reward=RewardResult(0.1, False)) for t in group.trajectories)
-    assert not has_reward_variance(replace(group, trajectories=equal))

@@ -9,7 +9,8 @@ import math
 import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
-from megatron_rl.config.sections import AlgorithmSection, RunSection, TelemetrySection, TrainerSection, WarmStartSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import RunSection, TelemetrySection, TrainerSection, WarmStartSection
 from megatron_rl.controller.batcher import Batcher, share_of
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.run_directory import RunDirectory, RunDirectoryError

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.layout.checks import check_engine_layout, check_trainer_layout
 from megatron_rl.model_families.registry import FAMILIES
-from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
 MOE, DENSE = FAMILIES["qwen3_moe"].debug_dims, FAMILIES["llama"].debug_dims
 
@@ -31,6 +31,7 @@ def test_layouts_that_do_not_divide_the_model_are_named(dims, layout, key, reaso
 
 def test_layouts_that_fit_pass():
     assert check_trainer_layout(MOE, ParallelLayout(tp=2, pp=2, virtual_pp=2, ep=4, etp=2, dp=4)) == []
-    assert check_engine_layout(MOE, 4, "rollout.embedded.tp_size") == []
-    (problem,) = check_engine_layout(DENSE, 3, "k")[:1]
-    assert problem[0] == "k" and "possible: 1, 2, 4" in problem[1]
+    assert check_engine_layout(MOE, EngineLayout(4), "rollout.embedded") == []
+    assert check_engine_layout(MOE, EngineLayout(8, ep=4, attention_dp=2), "rollout.sglang") == []
+    (problem,) = check_engine_layout(DENSE, EngineLayout(3), "k")[:1]
+    assert problem[0] == "k.tp_size" and "possible: 1, 2, 4" in problem[1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
@@ -38,15 +39,13 @@ class World:
     dtype: torch.dtype
     trainer_dtype: torch.dtype = torch.float32
     options: dict = field(default_factory=dict)
+    dims_changes: ClassVar[dict] = {}
 
     def __post_init__(self):
-        self.dims = get_family(self.family).debug_dims
+        self.dims = replace(get_family(self.family).debug_dims, **self.dims_changes)
         self.plan: ReshardPlan = build_reshard_plan(self.family, self.dims, self.layout, self.engine)
         self.load(11)
-        self.receivers = [
-            Receiver({n: torch.full(s, FILL, dtype=self.dtype) for n, s in self.plan.target_shapes.items()}, KEY)
-            for _ in range(self.engine.num_ranks)
-        ]
+        self.receivers = [Receiver(self.make_params(), KEY) for _ in range(self.engine.num_ranks)]
         for receiver in self.receivers:
             receiver.start()
         addresses = [receiver.address for receiver in self.receivers]
@@ -54,6 +53,9 @@ class World:
         options = SendOptions(**{"bucket_bytes": 4096, "timeout_s": TIMEOUT_S, "transport": "p2p", **self.options})
         self.senders = [WeightSender(self.plan, r, addresses, KEY, options) for r in range(self.layout.world_size)]
         self.version = 0
+
+    def make_params(self) -> dict[str, torch.Tensor]:
+        return {name: torch.full(shape, FILL, dtype=self.dtype) for name, shape in self.plan.target_shapes.items()}
 
     def load(self, seed: int) -> None:
         """New weights on every trainer rank, written into the tensors that are there."""

@@ -89,7 +89,7 @@ def test_deltas_between_whole_syncs(monkeypatch):
             kinds.append({kind for kind, size in sent if kind in ("stream", "delta")})
             whole = int(one.plan.num_elements_between().sum()) * 2
             moved = sum(size for kind, size in sent if kind in ("stream", "delta"))
-            assert moved == whole if kinds[-1] == {"stream"} else moved < whole // 4
+            assert moved == whole if kinds[-1] == {"stream"} else moved < whole // 4, (kinds, moved, whole)
             for chunks, rank in zip(one.chunks, range(2), strict=True):
                 assert_equal_source(one, chunks, rank)
             nudge(one, 0.01)
@@ -102,11 +102,13 @@ def test_an_engine_rank_that_holds_something_else_gets_everything():
         one.sync()
         nudge(one, 0.01)
         one.receivers[1]._held[0] = (False, "another digest")
-        for rank in range(2):
-            one.params(rank)["model.norm.weight"].fill_(5.0)
+        one.params(1)["model.norm.weight"].fill_(5.0)
+        one.sync()  # rank 0 gets a delta, rank 1 everything
+        assert_equal_source(one, one.chunks[0], 0)
+        nudge(one, 0.01)
+        one.params(0)["model.norm.weight"].fill_(5.0)
         with pytest.raises(ChannelError, match="arrived wrong"):
-            one.sync()  # rank 0 applies a delta to what is not its base: the digest tells
-        assert bool((one.params(1)["model.norm.weight"] == 5.0).sum() == 0), "rank 1 was sent everything"
+            one.sync()  # the digest of the whole shard tells that the base had been changed
         one.sync()
         assert_equal_source(one, one.chunks[0], 0)
 

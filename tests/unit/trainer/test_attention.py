@@ -16,7 +16,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 3, 10
 ONE_RANK = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
 
 
-def plan(lengths: list[int]) -> PackedInputs:
+def plan(lengths: list[int], shared: tuple[int, ...] = ()) -> PackedInputs:
     total = sum(lengths)
     microbatch = Microbatch(
         token_ids_T=np.zeros(total, dtype=np.int64),
@@ -26,6 +26,7 @@ def plan(lengths: list[int]) -> PackedInputs:
         rewards_S=np.zeros(len(lengths), dtype=np.float32),
         is_correct_S=np.zeros(len(lengths), dtype=bool),
         sample_index_S=np.arange(len(lengths), dtype=np.int32),
+        shared_prefix_S=np.array(shared, dtype=np.int32),
     )
     return plan_packed_inputs(microbatch, tp=1, cp=1, cp_rank=0)
 
@@ -51,6 +52,39 @@ def test_packed_equals_one_by_one_with_gradients(lengths: list[int]) -> None:
     factors = torch.randn(out.shape, generator=generator)
     got = torch.autograd.grad((out * factors).sum(), inputs)
     wanted = torch.autograd.grad((torch.cat(expected) * factors).sum(), inputs)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_shared_prompt_equals_one_per_answer_with_gradients() -> None:
+    """Two groups of unequal prompts, one of them with an empty answer, and a sequence of its own."""
+    lengths, shared = [12 + 5, 12 + 31, 12 + 4, 9, 30 + 2, 30, 30 + 7], (0, 12, 12, 0, 0, 30, 30)
+    inputs = plan(lengths, shared)
+    num_rows = len(inputs.token_ids_N)
+    assert num_rows == sum(lengths) - sum(shared)
+    generator = torch.Generator().manual_seed(2)
+    rows = [
+        torch.randn(num_rows, heads, HEAD_DIM, generator=generator, requires_grad=True)
+        for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    ]
+    attention = PackedAttention(config=SimpleNamespace(kv_channels=HEAD_DIM), pg_collection=ONE_RANK)
+    out = attention(*rows, None, packed_seq_params=pack_for_local_attention(inputs, 1, torch.device("cpu")))
+
+    expected, places, first, leader = [], [], 0, 0
+    for length, prefix in zip(lengths, shared, strict=True):
+        start = first if prefix == 0 else leader
+        leader, own = start, length - prefix
+        mine = [*range(start, start + prefix), *range(first, first + own)]
+        places += mine[prefix:]
+        first += own
+        q, k, v = (part[mine].transpose(0, 1) for part in rows)
+        one = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+        expected.append(one[prefix:])
+    assert places == list(range(num_rows))
+    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-6)
+    factors = torch.randn(out.shape, generator=generator)
+    got = torch.autograd.grad((out * factors).sum(), rows)
+    wanted = torch.autograd.grad((torch.cat(expected) * factors).sum(), rows)
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 

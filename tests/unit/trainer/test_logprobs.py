@@ -44,7 +44,7 @@ def test_bf16_inputs_give_fp32_logprobs_and_bf16_gradients() -> None:
     hidden, weight, targets = make_inputs(torch.bfloat16)
     logprobs, entropies = compute_chunked_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=VOCAB, chunk_tokens=8)
     assert logprobs.dtype == entropies.dtype == torch.float32
-    torch.testing.assert_close(logprobs, plain(hidden, weight, targets, 1.0)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs, plain(hidden.float(), weight.float(), targets, 1.0)[0], rtol=1e-5, atol=1e-5)
     logprobs.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16

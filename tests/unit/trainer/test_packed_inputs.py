@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,18 +12,36 @@ from megatron_rl.trainer.packed_inputs import PackedInputs, plan_attention, plan
 from megatron_rl.types.training import Microbatch
 
 
-def make_microbatch(lengths: list[int], seed: int = 0) -> Microbatch:
+def make_microbatch(lengths: list[int], seed: int = 0, shared: list[int] | None = None) -> Microbatch:
+    """Sequences of the given lengths; `shared[i]` leading tokens of sequence i are those of the one before."""
     rng = np.random.default_rng(seed)
     total, count = sum(lengths), len(lengths)
+    parts: list[np.ndarray] = []
+    for number, length in enumerate(lengths):
+        parts.append(rng.integers(1, 1000, length))
+        if shared and shared[number]:
+            parts[number][: shared[number]] = parts[number - 1][: shared[number]]
     return Microbatch(
-        token_ids_T=rng.integers(1, 1000, total),
+        token_ids_T=np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
         loss_mask_T=rng.random(total) < 0.6,
         versions_T=np.zeros(total, dtype=np.int32),
         rewards_S=np.zeros(count, dtype=np.float32),
         is_correct_S=np.zeros(count, dtype=bool),
         sample_index_S=np.arange(count, dtype=np.int32),
+        shared_prefix_S=np.array(shared or [], dtype=np.int32),
     )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Runs of sequences with a common prompt: (lengths, shared). Answers may be empty, runs may have one member."""
+    lengths: list[int] = []
+    shared: list[int] = []
+    for prompt, answers in draw(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), min_size=1)), max_size=4)):
+        lengths += [prompt + answer for answer in answers]
+        shared += [0] + [prompt] * (len(answers) - 1)
+    return lengths, shared
 
 
 LENGTHS = st.lists(st.integers(1, 23), min_size=0, max_size=7)
@@ -41,10 +62,12 @@ def test_every_scored_token_is_predicted_by_its_predecessor(
     ranks = all_ranks(microbatch, tp, cp, score_all=score_all)
     tokens_P = np.concatenate([inputs.token_ids_N for inputs in ranks])
     positions_P = np.concatenate([inputs.positions_N for inputs in ranks])
-    targets_P = np.full(len(tokens_P), -1)
-    width = len(ranks[0].token_ids_N)
+    width, num_slots = len(ranks[0].token_ids_N), ranks[0].num_slots
+    assert all(inputs.num_slots == num_slots for inputs in ranks)
+    slots = np.full((cp * num_slots, 2), -1)  # row that predicts, token that is predicted
     for rank, inputs in enumerate(ranks):
-        targets_P[rank * width + inputs.scored_rows_K] = inputs.target_ids_K
+        mine = slice(rank * num_slots, rank * num_slots + len(inputs.scored_rows_K))
+        slots[mine] = np.stack((rank * width + inputs.scored_rows_K, inputs.target_ids_K), axis=1)
     num_scored = 0
     for start, stop in zip(microbatch.cu_seqlens[:-1], microbatch.cu_seqlens[1:], strict=True):
         for t in range(start, stop):
@@ -53,11 +76,63 @@ def test_every_scored_token_is_predicted_by_its_predecessor(
                 assert inputs.is_scored_T[t] == is_scored
             if is_scored:
                 num_scored += 1
-                row = ranks[0].prediction_of_T[t]
+                row, target = slots[ranks[0].prediction_of_T[t]]
                 assert tokens_P[row] == microbatch.token_ids_T[t - 1]
                 assert positions_P[row] == t - 1 - start
-                assert targets_P[row] == microbatch.token_ids_T[t]
-    assert (targets_P >= 0).sum() == num_scored
+                assert target == microbatch.token_ids_T[t]
+    assert (slots[:, 1] >= 0).sum() == num_scored
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs(), st.sampled_from([1, 3]), st.booleans())
+def test_a_row_of_a_shared_prompt_sees_and_predicts_what_it_does_unshared(
+    sequences: tuple[list[int], list[int]], tp: int, score_all: bool
+) -> None:
+    lengths, shared = sequences
+    microbatch = make_microbatch(lengths, shared=shared)
+    inputs = plan_packed_inputs(microbatch, tp=tp, cp=1, cp_rank=0, score_all=score_all)
+    num_computed = sum(lengths) - sum(shared)
+    assert len(inputs.token_ids_N) == max(-(-num_computed // tp) * tp, tp)
+    seen = rows_seen(inputs)
+    for start, stop in pairwise(microbatch.cu_seqlens.tolist()):
+        for t in range(start + 1, stop):
+            assert inputs.is_scored_T[t] == (score_all or microbatch.loss_mask_T[t])
+            if inputs.is_scored_T[t]:
+                slot = inputs.prediction_of_T[t]
+                row = inputs.scored_rows_K[slot]
+                assert inputs.target_ids_K[slot] == microbatch.token_ids_T[t]
+                assert inputs.token_ids_N[seen[row]].tolist() == microbatch.token_ids_T[start:t].tolist()
+                assert inputs.positions_N[seen[row]].tolist() == list(range(t - start))
+    assert max(inputs.positions_N) < inputs.max_seqlen
+    unshared = plan_packed_inputs(microbatch, tp=tp, cp=1, cp_rank=0, share_prompts=False)
+    assert len(unshared.token_ids_N) >= sum(lengths) and not (unshared.prefix_of_segment >= 0).any()
+
+
+def rows_seen(inputs: PackedInputs) -> dict[int, list[int]]:
+    """Row -> the rows that it attends to, in order, by the attention plan."""
+    plan = plan_attention(inputs, cp=1)
+    seen: dict[int, list[int]] = {}
+    offset = 0
+    for group in plan.groups:
+        _, width = group.query_rows.shape
+        assert group.mask is None
+        for row in np.flatnonzero((plan.place_of_N >= offset) & (plan.place_of_N < offset + group.query_rows.size)):
+            segment, column = divmod(int(plan.place_of_N[row] - offset), width)
+            assert group.query_rows[segment, column] == row
+            prompt = group.prompt_rows[group.prompt_of[segment]]
+            seen[int(row)] = [*prompt.tolist(), *group.key_rows[segment, : column + 1].tolist()]
+        offset += group.query_rows.size
+    assert sorted(seen) == list(range(len(inputs.token_ids_N)))
+    return seen
+
+
+def test_a_prompt_that_is_not_shared_is_refused() -> None:
+    wrong = replace(make_microbatch([5, 6]), shared_prefix_S=np.array([0, 3], dtype=np.int32))
+    with pytest.raises(ValueError, match="does not begin with the prompt"):
+        plan_packed_inputs(wrong, tp=1, cp=1, cp_rank=0)
+    uneven = make_microbatch([5, 6, 7], shared=[0, 3, 2])
+    with pytest.raises(ValueError, match="share 3 and 2 tokens"):
+        plan_packed_inputs(uneven, tp=1, cp=1, cp_rank=0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,25 +1,19 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.sections import SglangSection
-from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER, EnginePlace, ServerLaunch, plan_launch
+from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER, EnginePlace, ServedModel, ServerLaunch, plan_launch
 
 CPU = EnginePlace(port=4321, cpu_cores=(4, 5, 6, 7, 9))
 GPU = EnginePlace(host="10.0.0.3", port=4321, device="cuda")
 
 
 def plan(section: SglangSection, place: EnginePlace = CPU, **options) -> ServerLaunch:
-    defaults = {
-        "python": "/opt/engine/python",
-        "model_path": "/models/m",
-        "dtype": "bf16",
-        "max_context": 300,
-        "key_file": Path("/w/keys.yaml"),
-        "receiver_dir": Path("/w/receivers"),
-    }
-    return plan_launch(section, place, **{**defaults, **options})
+    model = replace(ServedModel("/opt/engine/python", "/models/m", "bf16", max_context=300), **options)
+    return plan_launch(section, place, model, key_file=Path("/w/keys.yaml"), receiver_dir=Path("/w/receivers"))
 
 
 def options_of(launch: ServerLaunch) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config.sections import SglangSection
 from megatron_rl.rollout.sglang.errors import EngineDeadError
-from megatron_rl.rollout.sglang.launch_args import EnginePlace
+from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel
 from megatron_rl.rollout.sglang.start import start_engine
 
 
@@ -26,10 +26,7 @@ def start(tmp_path: Path, python: str, **server_args: object) -> None:
         "broken",
         SglangSection(start_timeout_s=20.0, server_args=server_args),
         EnginePlace(cpu_cores=(0,)),
-        python=python,
-        model_path=str(tmp_path / "absent"),
-        dtype="fp32",
-        max_context=64,
+        ServedModel(python, str(tmp_path / "absent"), "fp32", max_context=64),
         receiver_dir=tmp_path / "receivers",
         log_path=tmp_path / "logs" / "broken.log",
     )
