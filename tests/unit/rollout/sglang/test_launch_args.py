@@ -40,6 +40,11 @@ def test_command_and_caps():
     assert "--nnodes" not in options
 
 
+def test_expert_parallelism_is_passed_on():
+    assert options_of(plan(SglangSection(tp_size=4, ep_size=2)))["--ep-size"] == ["2"]
+    assert "--ep-size" not in options_of(plan(SglangSection(tp_size=4)))
+
+
 def test_the_custom_loader_exists_under_its_name():
     module, _, function = CUSTOM_LOADER.rpartition(".")
     source = Path(*module.split(".")).with_suffix(".py")
