@@ -190,8 +190,8 @@ class Receiver:
     def _apply(self, update: IncomingUpdate) -> dict[str, Any]:
         """Bring a staged update into the parameters, and check there that it stands as it was received."""
         update.require_whole()
-        for name, staged in self._staged.items():
-            self._params[name].detach().copy_(staged)
+        for name in {name for source in update.sources for name in self._tables[source].names}:
+            self._params[name].detach().copy_(self._staged[name])
         for source, received in update.digests.items():
             digest = new_digest(update.algorithms[source])
             hash_boxes(self._tables[source].resolve(self._params), digest)

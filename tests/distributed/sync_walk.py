@@ -23,6 +23,7 @@ from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.sections import OptimizerSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
+from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.layout.coords import coords_of
@@ -105,7 +106,9 @@ async def _publish_and_compare(
     model_dims = ModelDims(**dims)
     plan = build_reshard_plan(family, model_dims, layout, _engine_layout(engine))
     target, addresses, close = await _engine(engine, model_dims, commands.key)
-    sync = WeightSync(plan, commands, [target], addresses, commands.key, SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000))
+    section = SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000)
+    probe = WeightProbe([TEXT, TEXT[4:]], interval=1, tolerance=1e-3)
+    sync = WeightSync(plan, commands, [target], addresses, commands.key, section, probe)
     worst = 0.0
     try:
         for round_number in range(2):
