@@ -34,6 +34,11 @@ def test_the_example_is_sound(path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key_path", "reason"),
     [
+        ("sync.transport=disk", "sync.directory", "needs a folder"),
+        ("sync.directory=x", "sync.directory", "transport auto writes no files"),
+        ("sync={transport: ipc, full_sync_interval: 8}", "sync.full_sync_interval", "transport is ipc; expected 1, got 8"),
+        ("sync.full_sync_interval=0", "sync.full_sync_interval", "at least 1, got 0"),
+        ("sync.probe_tolerance=0", "sync.probe_tolerance", "above 0, got 0"),
         ("model.path=null", "model", "set model.path"),
         ("model.dims.hidden_size=3", "model.dims", "keep one"),
         ("model={path: null, family: null, dims: {a: 1}}", "model.family", "random start needs the family"),
@@ -171,6 +176,8 @@ def test_refused(path: Path, overrides: str, key_path: str, reason: str) -> None
         "algorithm.overlong_punishment.buffer_tokens=512",
         "algorithm={replay: {num_groups: 2}, correction: {kind: tis}}",
         "rollout.eval_sampling={top_p: 0.7, temperature: 0}",
+        "sync={transport: disk, directory: shared/weights, staging: host}",
+        "sync={full_sync_interval: 20, probe_interval: 0}",
         "trainer.optimizer.learning_rate=0",
         "trainer.layout={tp: 2, cp: 3, pp: 2, ep: 4, num_ranks: 24, virtual_pp: 2}",
     ],
