@@ -46,7 +46,8 @@ def synthetic_samples(algorithm: Algorithm, vocab_size: int, seed: int) -> list[
         mask_L = np.arange(length) >= max(1, length // 3)
         mask_L &= (tokens.random(length) < 0.9) | (length < 4)
         masks.append(mask_L & (number != 6))
-    counts = np.split([int(mask_L.sum()) for mask_L in masks], np.cumsum(GROUP_SIZES)[:-1])
+    num_trained = iter([int(mask_L.sum()) for mask_L in masks])
+    counts = [[next(num_trained) for _ in range(size)] for size in GROUP_SIZES]
     scalars = np.concatenate(algorithm.group_advantages(rewards, counts))
     advantages = _token_advantages(algorithm, np.concatenate(rewards), masks, rng) if algorithm.has_token_advantages else None
     scale = min(MAX_OFFSET, 2.0 * max(section.clip_low, section.clip_high))
