@@ -202,9 +202,43 @@ class SglangSection:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialSection:
+    """Samples that are not finished when the weights change (docs/rollout.md)."""
+
+    kv: Literal["keep", "drop", "auto"] | None = None
+    """Their KV cache: `keep` it with the old weights' entries, `drop` it and prefill again, `auto`: by how full it is and
+    how fast the engine prefills. None: as `sync.pause_mode`, else drop."""
+    phase_tokens: int | None = None
+    """The most tokens that one sample gets under one version; None: no limit."""
+    max_versions: int | None = None
+    """A sample that more versions than this would sample is dropped, and counted; None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSamplingSection:
+    """Leave out groups that are all correct or all wrong (the unshaped metric), and generate others in their place."""
+
+    enabled: bool = False
+    max_oversample_factor: float = 4.0
+    """A step filters at most this many batches less one; then it trains on what it has."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSection:
     engine: Literal["embedded", "sglang"] = "embedded"
     num_engines: int = 1
+    schedule: Literal["lockstep", "one_step_off", "asynchronous"] = "lockstep"
+    """When engines generate beside training: never; the next batch, whole; always, under changing weights."""
+    max_staleness: int | None = None
+    """No token is trained that is older than this many versions. None: 0 in lockstep, 1 one_step_off (both more where
+    `oversample` needs it), 2 asynchronous."""
+    over_age: Literal["wait", "mask", "drop_sample", "drop_group"] = "wait"
+    """What becomes of what would grow older: batches wait for it, its old tokens get no loss, it or its group is dropped."""
+    oversample: float = 1.0
+    """Groups under way over the groups of a batch (lockstep, one_step_off): the batch is cut when it is full, the rest
+    goes on in the next step."""
+    partial: PartialSection = field(default_factory=PartialSection)
+    dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     eval_sampling: SamplingSection | None = None
     """None: as `sampling`."""
@@ -290,7 +324,9 @@ class SyncSection:
     """`cuda_ipc`: trainer and engine ranks share a GPU, and slices are handed over in its memory."""
     bucket_bytes: int = 64 * 1024 * 1024
     timeout_s: float = 300.0
-    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    pause_mode: Literal["retract", "in_place", "abort"] | None = None
+    """What becomes of running samples: `retract` drops their KV cache, `in_place` keeps it, `abort` hands them back to the
+    controller, which may resume them on another engine. None: by `rollout.partial.kv`."""
 
 
 @dataclass(frozen=True, slots=True)

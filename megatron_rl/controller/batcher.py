@@ -37,8 +37,11 @@ class Batcher:
         least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
         self._min_shared_prompt = least if shares_prompts else None
 
-    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> TrainBatch | None:
-        """The batch of a training step; None when every group was left out for want of reward variance."""
+    def build(self, groups: Sequence[TrajectoryGroup], step: int, oldest_version: int = 0) -> TrainBatch | None:
+        """The batch of a training step; tokens of older versions than `oldest_version` get no loss.
+
+        None when nothing is left to train: every group was left out for want of reward variance, or every token masked.
+        """
         section = self._algorithm.section
         if section.skip_zero_variance_groups:
             groups = [group for group in groups if has_reward_variance(group)]
@@ -47,7 +50,9 @@ class Batcher:
         rewards = [[t.reward.reward for t in group.trajectories if t.reward is not None] for group in groups]
         counts = [[len(t.response_ids) for t in group.trajectories] for group in groups]
         advantages = self._algorithm.group_advantages(rewards, counts)
-        samples = build_samples(groups, [list(row) for row in advantages], section.mask_truncated)
+        samples = build_samples(groups, [list(row) for row in advantages], section.mask_truncated, oldest_version)
+        if not any(sample.loss_mask_L.any() for sample in samples):
+            return None
         return self._pack(samples, self._trainer.minibatches_per_step, self._trainer.inner_epochs, step)
 
     def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:

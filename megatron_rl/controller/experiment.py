@@ -20,6 +20,7 @@ from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
+from megatron_rl.controller.schedule import build_producer
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
@@ -121,17 +122,21 @@ class Experiment:
         telemetry: Telemetry,
     ) -> TrainingLoop:
         config = self._config
-        collector = Collector(engines, self._capacities(), self._scorer(data), config.run.seed)
+        score, capacities = self._scorer(data), self._capacities()
+        producer = build_producer(
+            config.run, config.rollout, config.sync, engines, capacities, score,
+            self._sampling(config.rollout.sampling), data.train_sampler.next,
+        )  # fmt: skip
         assert config.rollout.eval_sampling is not None
         return TrainingLoop(
             config.run,
             config.trainer,
-            self._sampling(config.rollout.sampling),
             self._sampling(config.rollout.eval_sampling),
             data=data,
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
-            collector=collector,
+            producer=producer,
+            collector=Collector(engines, capacities, score, config.run.seed),
             batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,

@@ -13,6 +13,7 @@ from megatron_rl.controller.metrics import accuracy, rollout_metrics, sample_row
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.data.bundle import DataBundle, SftPair
 from megatron_rl.rollout.collector import Collector, RolloutStats
+from megatron_rl.rollout.producer import Producer
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.rollout import PolicyVersion, Prompt, SamplingParams, TrajectoryGroup
 from megatron_rl.types.training import TrainBatch
@@ -34,7 +35,7 @@ class Trainers(Protocol):
 class Publisher(Protocol):
     """What brings the trainers' weights to the engines."""
 
-    async def publish(self) -> PolicyVersion: ...
+    async def publish(self, pause_mode: str | None = None) -> PolicyVersion: ...
 
 
 class PhaseTimeoutError(RuntimeError):
@@ -42,18 +43,18 @@ class PhaseTimeoutError(RuntimeError):
 
 
 class TrainingLoop:
-    """One run: warm start, then `num_steps` training steps in lockstep (no sample is older than the policy it trains)."""
+    """One run: warm start, then `num_steps` training steps. What generates beside them is the producer's schedule."""
 
     def __init__(
         self,
         run: RunSection,
         trainer: TrainerSection,
-        sampling: SamplingParams,
         eval_sampling: SamplingParams,
         *,
         data: DataBundle,
         pairs_of: Callable[[Sequence[Prompt]], list[SftPair]],
         decode: Callable[[Sequence[int]], str],
+        producer: Producer,
         collector: Collector,
         batcher: Batcher,
         trainers: Trainers,
@@ -62,9 +63,9 @@ class TrainingLoop:
         directory: RunDirectory,
     ) -> None:
         self.run, self.trainer = run, trainer
-        self.sampling, self.eval_sampling = sampling, eval_sampling
+        self.eval_sampling = eval_sampling
         self.data, self.pairs_of, self.decode = data, pairs_of, decode
-        self.collector, self.batcher = collector, batcher
+        self.producer, self.collector, self.batcher = producer, collector, batcher
         self.trainers, self.weight_sync = trainers, weight_sync
         self.telemetry, self.directory = telemetry, directory
         self.version = PolicyVersion(0)
@@ -79,20 +80,25 @@ class TrainingLoop:
             self.version = await self._phase("sync", self.weight_sync.publish())
             await self._evaluate(0)
             self.telemetry.record({"policy_version": self.version})
-        for step in range(1, self.run.num_steps + 1):
-            with self.telemetry.step(step):
-                await self.run_step(step)
+        try:
+            for step in range(1, self.run.num_steps + 1):
+                with self.telemetry.step(step):
+                    await self.run_step(step)
+        finally:
+            await self.producer.close()
 
     async def run_step(self, step: int) -> None:
         """One training step: rollouts, batch, optimizer steps, weight sync."""
-        prompts = self.data.train_sampler.next(self.run.prompts_per_step)
-        groups, rollout = await self._collect(prompts, self.run.samples_per_prompt, self.sampling, f"step-{step}")
-        batch = self.batcher.build(groups, step)
+        groups, rollout = await self._phase("rollout", self.producer.next_batch())
+        trained_version = self.version
+        batch = self.batcher.build(groups, step, self.producer.oldest_trained)
         trained = await self._train(batch)
-        self.version = await self._phase("sync", self.weight_sync.publish())
+        await self._phase("drain", self.producer.drain())
+        self.version = await self._phase("sync", self.weight_sync.publish(self.producer.pause_mode))
+        self.producer.on_version(self.version)
         if self._is_evaluated(step):
             await self._evaluate(step)
-        self._report(step, groups, rollout, trained)
+        self._report(step, groups, rollout, trained, trained_version)
 
     async def warm_start(self) -> None:
         """Supervised steps on reference answers, before RL."""
@@ -108,11 +114,6 @@ class TrainingLoop:
             if step % 20 == 0 or step == section.num_steps:
                 logger.info("warm start %d/%d: loss %.3f", step, section.num_steps, metrics["loss/supervised"])
 
-    async def _collect(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, tag: str
-    ) -> tuple[list[TrajectoryGroup], RolloutStats]:
-        return await self._phase("rollout", self.collector.collect(prompts, num_samples, sampling, tag))
-
     async def _train(self, batch: TrainBatch | None) -> dict[str, float] | None:
         if batch is None:
             return None
@@ -123,7 +124,7 @@ class TrainingLoop:
         if self.run.eval_interval == 0:
             return
         with self.telemetry.span("eval"):
-            groups, _ = await self._deadline(
+            groups = await self._deadline(
                 "eval", self.collector.collect(self.data.eval_prompts, 1, self.eval_sampling, "eval")
             )
         self.telemetry.record({"eval/accuracy": accuracy(groups)})
@@ -133,13 +134,18 @@ class TrainingLoop:
         return interval > 0 and (step % interval == 0 or step == self.run.num_steps)
 
     def _report(
-        self, step: int, groups: Sequence[TrajectoryGroup], rollout: RolloutStats, trained: dict[str, float] | None
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        rollout: RolloutStats,
+        trained: dict[str, float] | None,
+        trained_version: int,
     ) -> None:
         metrics = training_metrics(trained, self._learning_rate)
         self._learning_rate = metrics["learning_rate"]
         times = {"time/generate_s": rollout.generate_s, "time/reward_s": rollout.reward_s}
         self.telemetry.record(
-            {"policy_version": self.version} | times | rollout_metrics(groups, rollout) | metrics
+            {"policy_version": self.version} | times | rollout_metrics(groups, rollout, trained_version) | metrics
         )
         shown = groups[: self.run.num_logged_samples]
         texts = [[self.decode(trajectory.response_ids) for trajectory in group.trajectories] for group in shown]

@@ -45,12 +45,13 @@ class WeightSync:
         self._dtype: str | None = None
         self._next_version = 0
 
-    async def publish(self) -> PolicyVersion:
-        """Sync once. Raises SyncError within `sync.timeout_s`."""
+    async def publish(self, pause_mode: str | None = None) -> PolicyVersion:
+        """Sync once; `pause_mode` None: `sync.pause_mode`. Raises SyncError within `sync.timeout_s`."""
         version = PolicyVersion(self._next_version)
+        mode = pause_mode or self._section.pause_mode or "retract"
         try:
             async with asyncio.timeout(self._section.timeout_s):
-                await asyncio.gather(*(engine.pause(self._section.pause_mode) for engine in self._engines))
+                await asyncio.gather(*(engine.pause(mode) for engine in self._engines))
                 await asyncio.gather(*(engine.load_weights({"phase": "begin"}) for engine in self._engines))
                 await self._transfer(version)
                 commit = {"phase": "commit", "version": version}
