@@ -224,6 +224,19 @@ class DynamicSamplingSection:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardPoolSection:
+    """Where rewards are computed. `num_workers` 0: in the controller, between two answers; fast rewards need no more."""
+
+    num_workers: int = 0
+    """Processes of their own. A reward that hangs or crashes there costs its one sample's reward."""
+    timeout_s: float = 30.0
+    memory_bytes: int = 8 * 1024**3
+    """Address space of one worker."""
+    cache_size: int = 0
+    """Rewards remembered by prompt and text; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSection:
     engine: Literal["embedded", "sglang"] = "embedded"
     num_engines: int = 1
@@ -239,6 +252,7 @@ class RolloutSection:
     goes on in the next step."""
     partial: PartialSection = field(default_factory=PartialSection)
     dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
+    rewards: RewardPoolSection = field(default_factory=RewardPoolSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     eval_sampling: SamplingSection | None = None
     """None: as `sampling`."""

@@ -21,6 +21,7 @@ from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.schedule import build_producer
+from megatron_rl.controller.scoring import Scoring
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
@@ -28,12 +29,11 @@ from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.resharding.execute import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
-from megatron_rl.rewards.registry import load_reward
-from megatron_rl.rollout.collector import Collector, Scorer
+from megatron_rl.rollout.collector import Collector
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
-from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
+from megatron_rl.types.rollout import SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
@@ -65,6 +65,7 @@ class Experiment:
 
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
+        score = Scoring(config.rollout.rewards, data.reward_names, self._tokenizer.decode)
         plan = plan_bundles(
             config.cluster,
             self._layout.world_size,
@@ -89,10 +90,11 @@ class Experiment:
                 self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
             )
             batcher = Batcher(self._algorithm, config.trainer, self._layout, config.run, shares_prompts=shares_prompts)
-            await self._training_loop(data, engines, trainers, batcher, weight_sync, telemetry).execute()
+            await self._training_loop(data, score, engines, trainers, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers)
         finally:
+            await score.close()
             await _stop_all(engines)
             cluster.close()
             telemetry.close()
@@ -115,6 +117,7 @@ class Experiment:
     def _training_loop(
         self,
         data: DataBundle,
+        score: Scoring,
         engines: Sequence[RemoteEngine],
         trainers: TrainerGroup,
         batcher: Batcher,
@@ -122,7 +125,7 @@ class Experiment:
         telemetry: Telemetry,
     ) -> TrainingLoop:
         config = self._config
-        score, capacities = self._scorer(data), self._capacities()
+        capacities = self._capacities()
         producer = build_producer(
             config.run, config.rollout, config.sync, engines, capacities, score,
             self._sampling(config.rollout.sampling), data.train_sampler.next,
@@ -199,14 +202,6 @@ class Experiment:
             self._engine_layout,
             trainer_vocab_multiple=self._model.vocab_multiple,
         )
-
-    def _scorer(self, data: DataBundle) -> Scorer:
-        rewards = {source: load_reward(name) for source, name in data.reward_names.items()}
-
-        def score(prompt: Prompt, response_ids: Sequence[int], is_finished: bool) -> RewardResult:
-            return rewards[prompt.source](prompt, self._tokenizer.decode(response_ids), is_finished)
-
-        return score
 
     def _capacities(self) -> list[int]:
         rollout = self._config.rollout

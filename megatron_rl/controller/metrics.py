@@ -22,11 +22,13 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], stats: RolloutStats, vers
     ages = version - np.array([v for t in trajectories for v in t.response_versions] or [version])
     rewards = np.array([t.reward.reward for t in trajectories if t.reward is not None])
     correct = np.array([t.reward.is_correct for t in trajectories if t.reward is not None])
+    failed = np.array([t.reward.details.get("failed", 0.0) for t in trajectories if t.reward is not None])
     lengths = np.array([len(t.response_ids) for t in trajectories])
     group_means = np.array([np.mean([t.reward.is_correct for t in g.trajectories if t.reward]) for g in groups])
     truncated = np.array([t.finish_reason is FinishReason.LENGTH for t in trajectories])
     return {
         "reward/mean": float(rewards.mean()),
+        "reward/failed_fraction": float(failed.mean()),
         "reward/std": float(rewards.std()),
         "reward/correct_fraction": float(correct.mean()),
         "reward/solved_groups_fraction": float((group_means == 1).mean()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +21,14 @@ from megatron_rl.types.rollout import (
     TrajectoryState,
 )
 
-Scorer = Callable[[Prompt, Sequence[int], bool], RewardResult]
+Scorer = Callable[[Prompt, Sequence[int], bool], Awaitable[RewardResult]]
 """(prompt, response token ids, ended by itself) -> reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """What one batch took. `generate_s` is the time that the loop waited for it, `reward_s` the time spent scoring.
+    """What one batch took. `generate_s` is the time that the loop waited for it less `reward_s`, in which nothing ran any
+    more and only rewards were missing.
 
     `efficiency` is busy slot-time over slot-time since generation began (in lockstep) or since the last batch; it falls
     with the long tail. `num_tokens` were sampled in that time, `token_fates` says what became of tokens in it (by
@@ -82,7 +83,7 @@ class Collector:
                 segments = await self._engines[engine].generate(sample.request)
                 trajectory = Trajectory(sample.request.request_id, sample.prompt, segments, TrajectoryState.DONE)
                 ended = trajectory.finish_reason is FinishReason.STOP
-                reward = self._score(sample.prompt, trajectory.response_ids, ended)
+                reward = await self._score(sample.prompt, trajectory.response_ids, ended)
                 slots[sample.group][sample.index] = Trajectory(
                     trajectory.trajectory_id, sample.prompt, segments, TrajectoryState.DONE, reward
                 )

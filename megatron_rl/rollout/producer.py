@@ -83,10 +83,10 @@ class Producer:
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
         self._content: dict[str, _Content] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scoring: set[asyncio.Task[None]] = set()
         self._drawn: list[tuple[str, Prompt]] = []
         self._num_draws = 0
         self._meter = SlotMeter()
-        self._reward_s = 0.0
         self._is_open = False
         self._changed = asyncio.Event()
         self._error: Exception | None = None
@@ -101,7 +101,6 @@ class Producer:
         started = time.monotonic()
         if self._state.settings.kind is ScheduleKind.LOCKSTEP or not self._is_open:
             self._meter.restart()
-            self._reward_s = 0.0
         self._is_open = True
         batch = await self._take()
         if self._state.settings.kind is ScheduleKind.LOCKSTEP:
@@ -109,7 +108,6 @@ class Producer:
         groups = [self._to_group(work) for work in batch]
         stats = self._stats(groups, time.monotonic() - started)
         self._meter.restart()
-        self._reward_s = 0.0
         self._start()
         return groups, stats
 
@@ -118,7 +116,7 @@ class Producer:
         beside it; the other schedules change weights under what runs."""
         settings = self._state.settings
         if settings.kind is ScheduleKind.ONE_STEP_OFF:
-            while not self._state.is_idle and self._state.num_ready < settings.groups_per_batch:
+            while (self._scoring or not self._state.is_idle) and self._state.num_ready < settings.groups_per_batch:
                 await self._wait()
         await self._choose_pause_mode()
         if self.pause_mode == "abort":
@@ -142,7 +140,7 @@ class Producer:
     async def close(self) -> None:
         """End everything that runs."""
         self._is_open = False
-        tasks = [*self._tasks.values(), *([self._watch] if self._watch else [])]
+        tasks = [*self._tasks.values(), *self._scoring, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,7 +151,7 @@ class Producer:
             batch = self._state.take_batch()
             if batch is not None:
                 return batch
-            if self._state.is_stalled:
+            if self._state.is_stalled and not self._scoring:
                 self._state.begin_phase()
             else:
                 await self._wait()
@@ -231,14 +229,17 @@ class Producer:
         )
         try:
             segments = await self._engines[engine].generate(request)
-            self._end(sample, segments, limit)
+            if self._end(sample, segments, limit):
+                task = asyncio.create_task(self._run_score(sample, content, segments[-1].finish_reason is FinishReason.STOP))
+                self._scoring.add(task)
+                task.add_done_callback(self._scoring.discard)
             self._start()
         except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
             self._fail(error)
         self._changed.set()
 
-    def _end(self, sample: SampleWork, segments: Sequence[RolloutSegment], limit: int) -> None:
-        """Keep what a go gave and tell the scheduler; a complete sample is scored."""
+    def _end(self, sample: SampleWork, segments: Sequence[RolloutSegment], limit: int) -> bool:
+        """Keep what a go gave and tell the scheduler; whether the sample is complete."""
         self._meter.change(-1)
         del self._tasks[sample.sample_id]
         content = self._content[sample.sample_id]
@@ -251,18 +252,27 @@ class Producer:
         kept = self._state.on_returned(sample.sample_id, spans, has_stopped)
         if kept is None:
             del self._content[sample.sample_id]
-            return
+            return False
         is_done = sample.state is TrajectoryState.DONE
         if content.segments:
             last = reason if has_stopped else FinishReason.LENGTH if is_done else FinishReason.ABORT
             content.segments[-1] = replace(content.segments[-1], finish_reason=last)
-        if is_done:
-            began = time.monotonic()
-            response = content.token_ids[len(content.prompt.token_ids) :]
-            content.reward = self._score(content.prompt, response, reason is FinishReason.STOP)
-            self._reward_s += time.monotonic() - began
+        return is_done
+
+    async def _run_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
+        """The reward of a complete sample, while others generate."""
+        response = content.token_ids[len(content.prompt.token_ids) :]
+        self._meter.change(0, 1)
+        try:
+            content.reward = await self._score(content.prompt, response, has_stopped)
             self._state.on_scored(sample.sample_id, content.reward.is_correct)
             self._drop()
+            self._start()
+        except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+            self._fail(error)
+        finally:
+            self._meter.change(0, -1)
+        self._changed.set()
 
     def _drop(self) -> None:
         """Forget what the scheduler dropped; what still runs is ended at its engine."""
@@ -289,10 +299,10 @@ class Producer:
         num_sampled = self._state.ledger.num_sampled - self._sampled
         self._sampled += num_sampled
         return RolloutStats(
-            generate_s=max(elapsed_s - self._reward_s, 0.0),
-            reward_s=self._reward_s,
+            generate_s=max(elapsed_s - self._meter.reward_s, 0.0),
+            reward_s=self._meter.reward_s,
             num_tokens=num_sampled,
-            tokens_per_s=num_sampled / max(self._meter.elapsed_s - self._reward_s, 1e-6),
+            tokens_per_s=num_sampled / max(self._meter.elapsed_s - self._meter.reward_s, 1e-6),
             efficiency=self._meter.efficiency(sum(self._state.queue.limits)),
             token_fates=fates,
         )

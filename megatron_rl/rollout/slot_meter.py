@@ -1,4 +1,4 @@
-"""How much of the engines' slots was in use over a stretch of time."""
+"""How much of the engines' slots was in use over a stretch of time, and how long only rewards were waited for."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ from collections.abc import Callable
 
 
 class SlotMeter:
-    """Integrates the number of running samples over time, from the last `restart`."""
+    """Integrates what runs and what is scored over time, from the last `restart`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_running = self._peak = 0
+        self._num_running = self._num_scored = self._peak = 0
         self._busy_s = 0.0
+        self.reward_s = 0.0
+        """Time in which nothing ran any more and a reward was on its way."""
         self._since = self._last = clock()
 
     @property
     def elapsed_s(self) -> float:
         return self._clock() - self._since
 
-    def change(self, by: int) -> None:
-        """Samples started or ended."""
+    def change(self, by: int, scored_by: int = 0) -> None:
+        """Samples started or ended to run, or to be scored."""
         now = self._clock()
         self._busy_s += self._num_running * (now - self._last)
+        if self._num_scored and not self._num_running:
+            self.reward_s += now - self._last
         self._last = now
         self._num_running += by
+        self._num_scored += scored_by
         self._peak = max(self._peak, self._num_running)
 
     def restart(self) -> None:
         self.change(0)
-        self._busy_s, self._since, self._peak = 0.0, self._last, self._num_running
+        self._busy_s = self.reward_s = 0.0
+        self._since, self._peak = self._last, self._num_running
 
     def efficiency(self, num_slots: int) -> float:
         """Busy slot-time over slot-time: of `num_slots`, or of as many as were in use at once where those are fewer."""

@@ -93,7 +93,11 @@ def build_loop(tmp_path, recorder, *, skip=False, score=None, max_staleness=0, r
         reward_names={"s": "exact_match"},
         num_train_prompts={"s": 9},
     )
-    score = score or (lambda prompt, ids, ended: RewardResult(float(len(ids) % 2), len(ids) % 2 == 1))
+    plain = score or (lambda prompt, ids, ended: RewardResult(float(len(ids) % 2), len(ids) % 2 == 1))
+
+    async def score_async(*args):
+        return plain(*args)
+
     directory = RunDirectory(tmp_path / "run")
     directory.create("run: {}\n", overwrite=False)
     algorithm = build_algorithm(AlgorithmSection(skip_zero_variance_groups=skip))
@@ -103,9 +107,9 @@ def build_loop(tmp_path, recorder, *, skip=False, score=None, max_staleness=0, r
         pairs_of=lambda ps: [SftPair(p.token_ids, (4, 5)) for p in ps], decode=lambda ids: "x" * len(ids),
         producer=build_producer(
             run, RolloutSection(max_staleness=max_staleness, sampling=SamplingSection(max_new_tokens=8), **rollout),
-            SyncSection(pause_mode="retract"), [recorder], [4], score, SamplingParams(8), data.train_sampler.next,
+            SyncSection(pause_mode="retract"), [recorder], [4], score_async, SamplingParams(8), data.train_sampler.next,
         ),
-        collector=Collector([recorder], [4], score, seed=1),
+        collector=Collector([recorder], [4], score_async, seed=1),
         batcher=Batcher(algorithm, trainer, ParallelLayout(dp=2), run),
         trainers=recorder, weight_sync=recorder, telemetry=telemetry, directory=directory,
     )  # fmt: skip

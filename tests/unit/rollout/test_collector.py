@@ -43,7 +43,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(f"p{i}", f"question {i}", (1, 2, i), str(i), "source") for i in range(count)]
 
 
-def score(prompt: Prompt, ids, ended: bool) -> RewardResult:
+async def score(prompt: Prompt, ids, ended: bool) -> RewardResult:
     return RewardResult(float(len(ids)), ended)
 
 

@@ -101,8 +101,17 @@ class ScriptedEngine:
         return EngineLoad(len(self.running), 0, self.kv_fraction, 0, 1000, 1.0)
 
 
-def score(prompt, ids, ended):
+def score_now(prompt, ids, ended):
     return RewardResult(float(len(ids)), sum(ids) % 2 == 0)
+
+
+async def score(prompt, ids, ended):
+    return score_now(prompt, ids, ended)
+
+
+async def score_by_prompt(prompt, ids, ended):
+    await asyncio.sleep(0)
+    return RewardResult(0.0, prompt.prompt_id < "p3")
 
 
 class Run:
@@ -168,7 +177,7 @@ def check_content(made, batches):
                 stopped = answer_length(seed) <= MAX_NEW
                 assert trajectory.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
                 assert all(s.finish_reason in (FinishReason.SWITCH, FinishReason.ABORT) for s in trajectory.segments[:-1])
-                assert trajectory.reward == score(trajectory.prompt, trajectory.response_ids, stopped)
+                assert trajectory.reward == score_now(trajectory.prompt, trajectory.response_ids, stopped)
     tokens = made.state.ledger.tokens
     trained = sum(len(t.response_ids) for _, groups, _ in batches for g in groups for t in g.trajectories)
     assert tokens[Fate.TRAINED] + tokens[Fate.MASKED_OVER_AGE] == trained
@@ -235,7 +244,7 @@ def test_a_budget_per_phase_pauses_and_resumes_without_a_loss():
 
 
 def test_dynamic_sampling_replaces_groups_without_a_signal():
-    made, batches = run(6, filter_groups=True, score=lambda p, ids, ended: RewardResult(0.0, p.prompt_id < "p3"))
+    made, batches = run(6, filter_groups=True, score=score_by_prompt)
     assert all(not groups for _, groups, _ in batches)  # every group is of one kind: the valve
     made, batches = run(6, filter_groups=True)
     check_content(made, batches)
@@ -252,7 +261,7 @@ def test_the_first_error_of_an_engine_or_a_reward_is_raised_where_the_batch_is_a
         async def generate(self, request):
             raise ValueError("engine-1: 5 tokens but 4 log-probs")
 
-    def broken_score(prompt, ids, ended):
+    async def broken_score(prompt, ids, ended):
         raise KeyError("answer")
 
     async def go(engines, **options):

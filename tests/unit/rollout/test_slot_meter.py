@@ -24,5 +24,15 @@ def test_it_integrates_what_runs_since_the_restart():
     assert meter.elapsed_s == 4
 
 
+def test_only_the_wait_for_rewards_counts_as_theirs():
+    now = [0.0]
+    meter = SlotMeter(lambda: now[0])
+    for running, scored, seconds in ((2, 0, 3), (-1, 1, 5), (-1, 0, 2), (0, -1, 9)):
+        meter.change(running, scored)
+        now[0] += seconds
+    meter.change(0)
+    assert meter.reward_s == 2
+
+
 def test_nothing_ran():
     assert SlotMeter(lambda: 1.0).efficiency(4) == 0.0
