@@ -20,13 +20,13 @@ from megatron_rl.algorithms.losses.positive_nll import positive_nll
 from megatron_rl.algorithms.ratios import log_ratio
 from megatron_rl.algorithms.registry import ADVANTAGES, LOSSES
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.config.algorithm_checks import check_algorithm
-from megatron_rl.config.sections import AlgorithmSection, CorrectionSection
+from megatron_rl.config.algorithm_checks import COVARIANCE_LOSSES, check_algorithm
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`needs` names what the trainer annotates before the first optimizer step: old_logprobs, ref_logprobs, values."""
+    """`needs` names what the trainer annotates before the first optimizer step: old_logprobs, ref_logprobs, values, chosen."""
 
     section: AlgorithmSection
     name: str
@@ -111,7 +111,7 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     for key, reason in check_algorithm(section, samples_per_prompt=2):  # the group size is the loader's to check
         raise ValueError(f"{key}: {reason}")
     needs = {"old_logprobs"}
-    if section.loss in ("aipo", "reinforce") and section.correction.kind in ("none", "opsm"):
+    if section.loss in ("aipo", "reinforce", "none") and section.correction.kind in ("none", "opsm"):
         needs.discard("old_logprobs")
     if section.kl.coefficient != 0:
         needs.add("ref_logprobs")
@@ -119,6 +119,8 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
             needs.add("old_logprobs")
     if section.advantage == "gae":
         needs.add("values")
+    if section.loss in COVARIANCE_LOSSES:
+        needs.add("chosen")
     return Algorithm(section=section, name=section.name, needs=frozenset(needs))
 
 

@@ -8,8 +8,12 @@ others'. Defaults in brackets.
     icepop          rho where low <= rho <= high, 0 elsewhere [0.5, 5] masked importance sampling, per token
     sequence_tis    min(prod_t rho, high)             [high 2]         unbiased, long rows saturate
     sequence_mask   prod_t rho where within bounds    [high 3]         TRL's default
+    geometric_tis   exp(mean_t log rho), truncated    [high 2]         one weight per row, not length-biased
     geometric_mask  rows with exp(mean_t log rho) outside the bounds are dropped, the others keep their token rho
                                                       [0.999, 1.001]
+    binary_kl_mask  rho where max(KL(mu, pi_old), KL(pi_old, mu)) <= high, of the sampled token against all others
+                                                      [high 0.02]
+    tv_mask         rho where |pi_old - mu| <= high   [high 0.2]
     opsm            rows with A < 0 and mean_t log(mu / pi_policy) > high are dropped, all other weights are 1
                                                       [high 1e-4]      DeepSeek-V3.2, arXiv 2512.02556 eq. 9
 
@@ -32,7 +36,10 @@ DEFAULT_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "icepop": (0.5, 5.0),
     "sequence_tis": (None, 2.0),
     "sequence_mask": (None, 3.0),
+    "geometric_tis": (None, 2.0),
     "geometric_mask": (0.999, 1.001),
+    "binary_kl_mask": (None, 0.02),
+    "tv_mask": (None, 0.2),
     "opsm": (None, 1e-4),
 }
 
@@ -65,10 +72,15 @@ def correction_weights(
         return importance_weights(log_rho_T, segments, "sequence", "truncate", low, high)
     if kind == "sequence_mask":
         return importance_weights(log_rho_T, segments, "sequence", "mask", low, high)
+    if kind == "geometric_tis":
+        return importance_weights(log_rho_T, segments, "geometric", "truncate", low, high)
     if kind == "geometric_mask":
         keep_T = rejection_mask(log_rho_T, segments, "ratio", "mean", low, high)
         return torch.exp(log_rho_T) * keep_T
     assert high is not None
+    if kind in ("binary_kl_mask", "tv_mask"):
+        metric: Literal["tv", "max_binary_kl"] = "tv" if kind == "tv_mask" else "max_binary_kl"
+        return torch.exp(log_rho_T) * (token_divergence(old_logprobs_T, rollout_logprobs_T, metric) <= high)
     keep_T = off_policy_sequence_mask(policy_logprobs_T, rollout_logprobs_T, advantages_T, segments, high)
     return keep_T.to(log_rho_T.dtype)
 
@@ -126,20 +138,19 @@ def rejection_mask(
     return segments.spread(_within(to_value(row_S.clamp(-20.0, 20.0) if metric == "ratio" else row_S), low, high))
 
 
-def divergence_gate(
-    old_logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    metric: Literal["tv", "binary_kl"],
-    high: float,
+def token_divergence(
+    old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, metric: Literal["tv", "binary_kl", "max_binary_kl"]
 ) -> Tensor:
-    """True where the sampled token's own divergence between engine and trainer is at most `high`. bool [T].
+    """The sampled token's own divergence between engine and trainer, [T], detached: what gates ask.
 
-    tv = |pi_old - mu|; binary_kl = KL of the two-outcome distribution (this token, any other), mu against pi_old.
+    tv = |pi_old - mu|; binary_kl = KL of the two-outcome distribution (this token, any other), mu against pi_old;
+    max_binary_kl = the larger of its two directions (KPop in verl and AReaL).
     """
-    mu_T, pi_T = torch.exp(rollout_logprobs_T.detach()), torch.exp(old_logprobs_T.detach())
+    mu_T, pi_T = rollout_logprobs_T.detach(), old_logprobs_T.detach()
     if metric == "tv":
-        return (pi_T - mu_T).abs() <= high
-    return binary_kl(rollout_logprobs_T.detach(), old_logprobs_T.detach()) <= high
+        return (torch.exp(pi_T) - torch.exp(mu_T)).abs()
+    forward_T = binary_kl(mu_T, pi_T)
+    return forward_T if metric == "binary_kl" else torch.maximum(forward_T, binary_kl(pi_T, mu_T))
 
 
 def binary_kl(p_logprobs_T: Tensor, q_logprobs_T: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ class LossInputs:
     ranks (identity without context parallelism) and is called the same number of times on each of them, for empty
     microbatches too. `old_logprobs_T` may be `policy_logprobs_T.detach()` where the algorithm does not need them.
     `entropy_T` and `policy_logprobs_T` may require grad; nothing else is differentiated. `policy_version` is the
-    version being trained, read only by the staleness mask.
+    version being trained, read only by the staleness mask; `is_chosen_T` (`covariance_choice`) only by clip_cov and
+    kl_cov.
     """
 
     policy_logprobs_T: Tensor
@@ -42,6 +43,7 @@ class LossInputs:
     versions_T: Tensor
     denominators: Denominators
     ref_logprobs_T: Tensor | None = None
+    is_chosen_T: Tensor | None = None
     entropy_T: Tensor | None = None
     reduce_segments: Callable[[Tensor], Tensor] = identity
     policy_version: int | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.provenance import Problem
-from megatron_rl.config.sections import AlgorithmSection
 
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "reinforce_pp_baseline")
 """Advantages that compare the samples of one prompt: a single sample has none."""
 
 TOKEN_ADVANTAGES = ("gae", "reinforce_pp")
@@ -24,6 +24,21 @@ CLIP_LOW_ABOVE_ONE = ("cispo", "aipo", "gmpo", "dppo_kl")
 
 DUAL_CLIP_LOSSES = ("ppo", "gspo", "gspo_token")
 
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+"""Losses that treat chosen tokens of the minibatch apart."""
+
+READERS: Mapping[str, tuple[str, ...]] = {
+    "tau_positive": ("sapo",),
+    "tau_negative": ("sapo",),
+    "max_ratio": ("dppo_tv", "dppo_kl"),
+    "covariance": COVARIANCE_LOSSES,
+    "vespo": ("vespo",),
+}
+"""Keys that some losses alone read: a value given to another loss would silently do nothing."""
+
+UPPER_BOUND_ONLY = ("opsm", "binary_kl_mask", "tv_mask")
+"""Corrections by a distance, which has no lower bound."""
+
 
 def check_algorithm(algorithm: AlgorithmSection, samples_per_prompt: int) -> Iterator[Problem]:
     """Every contradiction of an objective; `samples_per_prompt` is the group size."""
@@ -31,6 +46,9 @@ def check_algorithm(algorithm: AlgorithmSection, samples_per_prompt: int) -> Ite
     yield from _check_advantage(algorithm, samples_per_prompt)
     yield from _check_loss(algorithm)
     yield from _check_kl(algorithm)
+    yield from _check_reference(algorithm)
+    yield from _check_shaping(algorithm)
+    yield from _check_replay(algorithm)
 
 
 def _check_aggregation(algorithm: AlgorithmSection) -> Iterator[Problem]:
@@ -47,7 +65,8 @@ def _check_aggregation(algorithm: AlgorithmSection) -> Iterator[Problem]:
 
 
 def _check_advantage(algorithm: AlgorithmSection, samples_per_prompt: int) -> Iterator[Problem]:
-    if algorithm.advantage in GROUP_ADVANTAGES and samples_per_prompt < 2:
+    is_compared = algorithm.advantage in GROUP_ADVANTAGES and algorithm.loss != "none"
+    if is_compared and samples_per_prompt < 2 and algorithm.advantage_of_one == "zero":
         reason = f"advantage {algorithm.advantage} compares the samples of one prompt; expected at least 2, got 1"
         yield "run.samples_per_prompt", reason
     if algorithm.gamma != 1 and algorithm.advantage not in TOKEN_ADVANTAGES:
@@ -62,7 +81,17 @@ def _check_loss(algorithm: AlgorithmSection) -> Iterator[Problem]:
         yield "algorithm.clip_low", reason
     if algorithm.dual_clip is not None and loss not in DUAL_CLIP_LOSSES:
         yield "algorithm.dual_clip", f"loss {loss} has no dual clip; expected null, got {algorithm.dual_clip:g}"
+    default = AlgorithmSection()
+    for key, readers in READERS.items():
+        if loss not in readers and getattr(algorithm, key) != getattr(default, key):
+            reason = f"only loss {' and '.join(readers)} reads it, not {loss}; remove it or choose that loss"
+            yield f"algorithm.{key}", reason
+    if loss in COVARIANCE_LOSSES and algorithm.covariance.low >= algorithm.covariance.high:
+        reason = f"expected a value below high {algorithm.covariance.high:g}, got {algorithm.covariance.low:g}"
+        yield "algorithm.covariance.low", reason
     low, high = correction.low, correction.high
+    if low is not None and correction.kind in UPPER_BOUND_ONLY:
+        yield "algorithm.correction.low", f"{correction.kind} has an upper bound only; expected null, got {low:g}"
     if correction.kind == "none" and (low is not None or high is not None):
         yield "algorithm.correction.kind", "none takes no bounds; name a correction or remove low and high"
     if low is not None and high is not None and low >= high:
@@ -83,3 +112,59 @@ def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
     if kl.placement == "reward" and algorithm.advantage not in TOKEN_ADVANTAGES:
         reason = f"reward needs an advantage per token ({', '.join(TOKEN_ADVANTAGES)}), not {algorithm.advantage}"
         yield "algorithm.kl.placement", f"{reason}; expected loss"
+
+
+def _check_reference(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    reference, kl = algorithm.reference, algorithm.kl
+    if not kl.coefficient:
+        for key in ("path", "refresh_interval"):
+            if getattr(reference, key) is not None:
+                reason = "nothing reads the reference with algorithm.kl.coefficient 0; set that, or expected null"
+                yield f"algorithm.reference.{key}", reason
+    elif reference.path is not None and reference.refresh_interval is not None:
+        reason = f"a teacher is not replaced by the policy; expected null with reference.path, got {reference.refresh_interval}"
+        yield "algorithm.reference.refresh_interval", reason
+    if algorithm.loss != "none":
+        return
+    if not kl.coefficient or kl.placement != "loss":
+        reason = "loss none learns from the KL to the reference alone; expected above 0, with kl.placement loss"
+        yield "algorithm.kl.coefficient", reason
+    if algorithm.skip_zero_variance_groups:
+        reason = "loss none compares no samples, every group teaches; expected false"
+        yield "algorithm.skip_zero_variance_groups", reason
+
+
+def _check_shaping(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    punishment = algorithm.overlong_punishment
+    if punishment.buffer_tokens is None:
+        return
+    if punishment.buffer_tokens < 1:
+        reason = f"a ramp needs a width; expected at least 1 token, or null for none, got {punishment.buffer_tokens}"
+        yield "algorithm.overlong_punishment.buffer_tokens", reason
+    elif punishment.max_tokens is not None and punishment.buffer_tokens > punishment.max_tokens:
+        reason = f"expected at most max_tokens {punishment.max_tokens}, got {punishment.buffer_tokens}"
+        yield "algorithm.overlong_punishment.buffer_tokens", reason
+
+
+def check_overlong_fits(algorithm: AlgorithmSection, max_new_tokens: int) -> Iterator[Problem]:
+    """Answers can reach the whole ramp, and nothing beyond it."""
+    punishment = algorithm.overlong_punishment
+    if punishment.buffer_tokens is None:
+        return
+    if punishment.max_tokens is None and punishment.buffer_tokens > max_new_tokens:
+        reason = f"expected at most rollout.sampling.max_new_tokens {max_new_tokens}, got {punishment.buffer_tokens}"
+        yield "algorithm.overlong_punishment.buffer_tokens", reason
+    if punishment.max_tokens is not None and punishment.max_tokens - punishment.buffer_tokens >= max_new_tokens:
+        reason = f"no answer of rollout.sampling.max_new_tokens {max_new_tokens} reaches the ramp; leave it out"
+        yield "algorithm.overlong_punishment.max_tokens", reason
+
+
+def _check_replay(algorithm: AlgorithmSection) -> Iterator[Problem]:
+    if not algorithm.replay.num_groups:
+        return
+    if algorithm.advantage == "gae":
+        reason = "the draw's weight multiplies group advantages, gae makes them per token; expected 0"
+        yield "algorithm.replay.num_groups", reason
+    if algorithm.loss != "aipo" and algorithm.correction.kind in ("none", "opsm"):
+        reason = "replayed answers were sampled by older weights; expected a correction by old/rollout such as tis"
+        yield "algorithm.correction.kind", reason

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.algorithm_checks import check_algorithm
+from megatron_rl.config.algorithm_checks import check_algorithm, check_overlong_fits
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
@@ -33,6 +33,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_layout_sizes(config.trainer.layout)
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
+    problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
     problems += check_schedule(config.run, config.rollout, config.sync)
     problems += check_optimizer(config.trainer)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.sections import AlgorithmSection, ExperimentConfig, LayoutSection, RolloutSection, SyncSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import ExperimentConfig, LayoutSection, RolloutSection, SyncSection
 from megatron_rl.config.yaml_tree import dump_plain
 
 
@@ -42,9 +43,13 @@ def derive_etp(layout: LayoutSection) -> int:
 
 def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> AlgorithmSection:
     """Dr. GRPO (2503.20783) divides by a constant, the generation budget, never by the lengths of a batch."""
-    if algorithm.aggregation != "seq-mean-token-sum-norm" or algorithm.aggregation_constant is not None:
-        return algorithm
-    return dataclasses.replace(algorithm, aggregation_constant=float(max_new_tokens))
+    punishment = algorithm.overlong_punishment
+    if punishment.buffer_tokens is not None and punishment.max_tokens is None:
+        punishment = dataclasses.replace(punishment, max_tokens=max_new_tokens)
+    constant = algorithm.aggregation_constant
+    if algorithm.aggregation == "seq-mean-token-sum-norm" and constant is None:
+        constant = float(max_new_tokens)
+    return dataclasses.replace(algorithm, aggregation_constant=constant, overlong_punishment=punishment)
 
 
 def _resolve_rollout(rollout: RolloutSection, max_prompt_tokens: int, dtype: Any) -> RolloutSection:

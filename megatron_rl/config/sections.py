@@ -1,4 +1,5 @@
-"""The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking, deriving live beside.
+"""The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking, deriving live beside
+(the objective's own sections too: `config.algorithm_sections`).
 
 `None` means "derive it" (see `config.resolve`) or "off", as each docstring says. Counts are `num_*`; units stand in
 names.
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,59 +110,6 @@ class DataSection:
 
 
 @dataclass(frozen=True, slots=True)
-class KlSection:
-    """KL to the reference. `coefficient` 0 is off."""
-
-    coefficient: float = 0.0
-    estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
-    placement: Literal["loss", "reward"] = "loss"
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionSection:
-    """Train-inference correction f(old/rollout), detached; see docs/algorithms.md."""
-
-    kind: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask", "opsm"] = "none"
-    low: float | None = None
-    high: float | None = None
-    max_version_age: int | None = None
-    """Tokens sampled more than this many weight versions before the one being trained get weight 0; None: off."""
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmSection:
-    """The objective. Presets for every name live in configs/algorithms/."""
-
-    name: str = "gspo"
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
-    advantage_epsilon: float = 1e-6
-    advantage_ddof: int = 1
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce", "aipo"] = (
-        "gspo"
-    )
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    dual_clip: float | None = None
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "seq-mean-token-mean"
-    aggregation_constant: float | None = None
-    """The constant of seq-mean-token-sum-norm (Dr. GRPO): usually rollout.sampling.max_new_tokens."""
-    entropy_coefficient: float = 0.0
-    kl: KlSection = field(default_factory=KlSection)
-    correction: CorrectionSection = field(default_factory=CorrectionSection)
-    mask_truncated: bool = False
-    gamma: float = 1.0
-    lambda_actor: float = 1.0
-    lambda_critic: float = 1.0
-    lambda_alpha: float | None = None
-    """Length-adaptive lambda 1 - 1/(alpha l) (VAPO); None: `lambda_actor`."""
-    positive_nll_coefficient: float = 0.0
-    skip_zero_variance_groups: bool = False
-    """Leave groups whose samples all got one reward out of the batch (they carry no policy gradient)."""
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingSection:
     temperature: float = 1.0
     top_p: float = 1.0
@@ -186,6 +136,11 @@ class SglangSection:
     """Real SGLang servers. `server_args` takes every SGLang server option by its Python name."""
 
     tp_size: int = 1
+    ep_size: int = 1
+    """Expert parallelism inside an engine: its ranks form `ep_size` groups, each holds its part of the experts."""
+    attn_dp_size: int = 1
+    """Data-parallel attention inside an engine. `reshard-plan` knows it; a run is refused while SGLang cannot update such
+    engines."""
     num_nodes: int = 1
     """Nodes that one engine spans (--nnodes)."""
     urls: tuple[str, ...] = ()
@@ -196,6 +151,8 @@ class SglangSection:
     """For `urls`: the directory (MEGATRON_RL_RECEIVER_DIR) of each engine's receivers, all with the same `key` file."""
     num_concurrent: int = 64
     """Requests that one engine runs at once."""
+    follows_kv_use: bool = False
+    """Let the number of requests follow the use of the KV cache, asked every second; `num_concurrent` is the most."""
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -272,6 +229,8 @@ class LayoutSection:
     etp: int | None = None
     dp: int | None = None
     num_ranks: int = 1
+    layers_per_chunk: tuple[int, ...] | None = None
+    """Layers of every model chunk in pipeline order (chunk v of stage p is entry v * pp + p); None: evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
 from megatron_rl.controller.actors import EngineActor, EngineNodeActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
+from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
@@ -32,7 +33,7 @@ from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
-from megatron_rl.types.layout import EngineLayout, ParallelLayout
+from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class Experiment:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._algorithm = build_algorithm(config.algorithm)
         check_algorithm_is_served(self._algorithm)
-        self._layout = trainer_layout(config)
+        check_engine_is_served(config.rollout)
+        self._layout = trainer_layout(config.trainer.layout)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
@@ -247,14 +249,13 @@ def check_algorithm_is_served(algorithm: Algorithm) -> None:
         )
 
 
-def trainer_layout(config: ExperimentConfig) -> ParallelLayout:
-    """The layout of a resolved experiment."""
-    section = config.trainer.layout
-    assert section.dp is not None and section.etp is not None, "resolve the configuration first"
-    return ParallelLayout(
-        tp=section.tp, pp=section.pp, virtual_pp=section.virtual_pp, cp=section.cp,
-        ep=section.ep, etp=section.etp, dp=section.dp,
-    )  # fmt: skip
+def check_engine_is_served(section: RolloutSection) -> None:
+    """Raises UnservedError for data-parallel attention: SGLang asserts dp_size == 1 in every weight update."""
+    if section.engine == "sglang" and section.sglang.attn_dp_size > 1:
+        raise UnservedError(
+            f"rollout.sglang.attn_dp_size={section.sglang.attn_dp_size}: SGLang updates no weights under data-parallel "
+            "attention; set it to 1"
+        )
 
 
 def receiver_key(section: RolloutSection) -> bytes:
@@ -262,11 +263,6 @@ def receiver_key(section: RolloutSection) -> bytes:
     if section.engine == "sglang" and section.sglang.urls:
         return (Path(section.sglang.receiver_dirs[0]) / "key").read_bytes()
     return secrets.token_bytes(32)
-
-
-def engine_layout(section: RolloutSection) -> EngineLayout:
-    tp = section.embedded.tp_size if section.engine == "embedded" else section.sglang.tp_size
-    return EngineLayout(tp=tp, num_engines=section.num_engines)
 
 
 def engine_nodes(section: RolloutSection) -> int:

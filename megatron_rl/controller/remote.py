@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +20,9 @@ from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersi
 from megatron_rl.types.training import TrainBatch
 
 T = TypeVar("T")
-NODE_VERDICT_S = 5.0
-"""When an engine over nodes fails: how long until the nodes' own processes have told whether they live."""
+NODE_VERDICT_S = 20.0
+"""When an engine over nodes fails: how long until the nodes' own processes have told whether they live. A server whose main
+process died gets ten seconds to end its children."""
 
 
 class ActorDiedError(RuntimeError):
@@ -61,7 +62,7 @@ class RemoteEngine:
         return [tuple(address) for address in addresses]
 
     async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
-        return await self._stream.generate(request)
+        return await self._or_dead_node(self._stream.generate(request))
 
     async def pause(self, mode: str) -> None:
         await self._call("pause", mode)
@@ -89,16 +90,24 @@ class RemoteEngine:
         await asyncio.gather(self._call("stop"), *nodes)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        call = asyncio.ensure_future(_guarded(self._name, self._logs, self._actor.call.remote(method, *args)))
-        if self._watches:
-            await asyncio.wait((call, *self._watches), return_when=asyncio.FIRST_COMPLETED)
-            if not call.done() or call.exception() is not None:
-                # The first node fails with the others, often before their death is noticed: name the cause.
+        return await self._or_dead_node(_guarded(self._name, self._logs, self._actor.call.remote(method, *args)))
+
+    async def _or_dead_node(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work gives; when it fails, or before it ends, the death of a node that explains it."""
+        if not self._watches:
+            return await work
+        task = asyncio.ensure_future(work)
+        try:
+            watched: list[asyncio.Future[Any]] = [task, *self._watches]
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or task.exception() is not None:
+                # The first node fails with the others, often before their death is noticed.
                 ended, _ = await asyncio.wait(self._watches, timeout=NODE_VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
-                call.cancel()
                 for watch in ended:
                     watch.result()  # raises what ended the node
-        return await call
+            return await task
+        finally:
+            task.cancel()
 
     async def _call_node(self, index: int, method: str, *args: Any) -> Any:
         name = f"{self._name}-node-{index + 1}"

@@ -23,8 +23,8 @@ def build_producer(
     sampling: SamplingParams,
     draw: Draw,
 ) -> Producer:
-    """`capacities[e]`: requests that engine e runs at once. SGLang's share one KV cache, and their number follows its use."""
-    has_shared_cache = rollout.engine == "sglang"
+    """`capacities[e]`: the most requests that engine e runs at once."""
+    follows_kv = rollout.engine == "sglang" and rollout.sglang.follows_kv_use
     return Producer(
         engines,
         RolloutState(plan_schedule(run, rollout), capacities),
@@ -33,7 +33,7 @@ def build_producer(
         draw,
         run.seed,
         pause_mode=sync.pause_mode,
-        windows=[AdmissionWindow(capacity) for capacity in capacities] if has_shared_cache else (),
+        windows=[AdmissionWindow(capacity) for capacity in capacities] if follows_kv else (),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.sections import AlgorithmSection, RolloutSection, SyncSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import RolloutSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.layout.intervals import matrix_shape, padded_engine_vocab
 from megatron_rl.model_families.declaration import ModelFamily, Shard
 from megatron_rl.model_families.shards import engine_group
-from megatron_rl.resharding.boxes import BoxTable, PlanError, PlanKey
+from megatron_rl.resharding.box_table import BoxTable, PlanError, PlanKey
 from megatron_rl.resharding.sources import SourceClasses
 from megatron_rl.resharding.spans import SpanTable
 

@@ -28,7 +28,7 @@ from megatron_rl.model_families.shards import (
     megatron_boxes,
     padded_vocab,
 )
-from megatron_rl.resharding.boxes import BoxTable, PlanError, PlanKey
+from megatron_rl.resharding.box_table import BoxTable, PlanError, PlanKey
 from megatron_rl.resharding.sources import SourceClasses
 from megatron_rl.types.layout import ShardInterval
 from megatron_rl.types.resharding import SourceParam
@@ -67,8 +67,9 @@ def check_ownership(family: ModelFamily, key: PlanKey, boxes: BoxTable) -> None:
          target_row, columns["target_col"], columns["num_rows"], columns["num_cols"]],
         axis=1,
     ).astype(np.int64)  # fmt: skip
+    ends = _BothEnds(family, rules, key)
     for shape, row in _distinct(geometry):
-        if not _same_elements(family, rules[shape[0]], key, shape):
+        if not ends.agree(shape):
             raise PlanError(_blame(boxes, row, True))
 
 
@@ -137,22 +138,35 @@ def _distinct(table: np.ndarray) -> list[tuple[list[int], int]]:
     return [(table[row].tolist(), int(row)) for row in first]
 
 
-def _same_elements(family: ModelFamily, rule: ParamRule, key: PlanKey, shape: list[int]) -> bool:
-    """Whether both ends of a box are the same elements of the same Hugging Face tensors, in the same order."""
-    _, source_tp, group_rank, source_row, source_col, target_row, target_col, num_rows, num_cols = shape
-    layout, dims = key.layout, key.dims
-    size = layout.etp if rule.is_expert else layout.tp
-    group_size, _ = engine_group(rule, key.engine_layout, 0)
-    components = range(len(rule.hf_names))
-    sources = [
-        megatron_boxes(family, rule, component, dims, size, source_tp, key.trainer_vocab_multiple) for component in components
-    ]
-    targets = [
-        engine_boxes(family, rule, component, dims, group_size, group_rank, key.engine_layout.vocab_multiple)
-        for component in components
-    ]
-    held = _follow_back(sources, source_row, source_col, num_rows, num_cols)
-    return held is not None and held == _follow_back(targets, target_row, target_col, num_rows, num_cols)
+class _BothEnds:
+    """Follows the two ends of a box back to the Hugging Face tensors of its rule."""
+
+    def __init__(self, family: ModelFamily, rules: list[ParamRule], key: PlanKey) -> None:
+        self._family, self._rules, self._key = family, rules, key
+        self._known: dict[tuple[str, int, int], list[list[ShardInterval]]] = {}
+
+    def agree(self, geometry: list[int]) -> bool:
+        """Whether both ends are the same elements of the same tensors, in the same order."""
+        rule, source_tp, group_rank, source_row, source_col, target_row, target_col, num_rows, num_cols = geometry
+        held = _follow_back(self._boxes("trainer", rule, source_tp), source_row, source_col, num_rows, num_cols)
+        wanted = _follow_back(self._boxes("engine", rule, group_rank), target_row, target_col, num_rows, num_cols)
+        return held is not None and held == wanted
+
+    def _boxes(self, side: str, number: int, rank: int) -> list[list[ShardInterval]]:
+        """Per component, the boxes of a rank of the group that splits the rule on that side."""
+        if (side, number, rank) not in self._known:
+            rule, layout, engine = self._rules[number], self._key.layout, self._key.engine_layout
+            if side == "trainer":
+                boxes_of, multiple = megatron_boxes, self._key.trainer_vocab_multiple
+                size = layout.etp if rule.is_expert else layout.tp
+            else:
+                boxes_of, multiple = engine_boxes, engine.vocab_multiple
+                size, _ = engine_group(rule, engine, 0)
+            self._known[side, number, rank] = [
+                boxes_of(self._family, rule, component, self._key.dims, size, rank, multiple)
+                for component in range(len(rule.hf_names))
+            ]
+        return self._known[side, number, rank]
 
 
 def _follow_back(

@@ -3,7 +3,7 @@
 Pure and torch-free. It follows from a `PlanKey` alone (family, dims, both layouts), is made once per key, proven (coverage
 and ownership) before anyone gets it, and cached by that key: a plan of another layout is another plan.
 
-    boxes    what one engine receives, columnar, by the class of trainer ranks that hold it   (boxes.py)
+    boxes    what one engine receives, columnar, by the class of trainer ranks that hold it   (box_table.py)
     spans    who of each class sends which run of boxes to which engine rank                  (spans.py, sources.py)
 
 `TransferOp` is a row view; `columns` expands everything, which large layouts never need.
@@ -22,7 +22,7 @@ from megatron_rl.layout.checks import check_engine_layout, check_trainer_layout
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import declared_family
 from megatron_rl.model_families.shards import engine_shapes
-from megatron_rl.resharding.boxes import BoxTable, PlanKey, build_boxes
+from megatron_rl.resharding.box_table import BoxTable, PlanKey, build_boxes
 from megatron_rl.resharding.coverage import check_coverage, check_spans
 from megatron_rl.resharding.ownership import check_ownership
 from megatron_rl.resharding.sources import SourceClasses
@@ -90,6 +90,11 @@ class ReshardPlan:
     def ops_between(self, source_rank: int, target_rank: int) -> Iterator[TransferOp]:
         """The transfers of one pair, in sending order."""
         yield from self._ops(self._spans_of_pair(source_rank, target_rank))
+
+    def columns_from(self, source_rank: int) -> dict[str, np.ndarray]:
+        """The rows of `columns` that one trainer rank sends, without expanding those of the others."""
+        low, high = np.searchsorted(self.spans.columns["source_rank"], [source_rank, source_rank + 1])
+        return _sorted_columns(expand(self.boxes, self.spans.columns, np.arange(low, high)))
 
     def relay_ops_between(self, source_rank: int, target_rank: int) -> Iterator[TransferOp]:
         """What engine rank `source_rank` passes on to engine rank `target_rank`, its neighbour on the ring of engines.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.resharding.boxes import BoxTable, nearest_cut
+from megatron_rl.resharding.box_table import BoxTable, nearest_cut
 from megatron_rl.resharding.sources import SourceClasses, stage_quotas
 from megatron_rl.types.layout import EngineLayout
 

@@ -13,7 +13,7 @@ from megatron_rl.rollout.slot_meter import SlotMeter
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.kv import PauseMode, choose_pause_mode
 from megatron_rl.scheduling.rollout_state import RolloutState
-from megatron_rl.scheduling.settings import ScheduleKind
+from megatron_rl.scheduling.settings import OverAge, ScheduleKind
 from megatron_rl.scheduling.work import GroupWork, SampleWork
 from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import (
@@ -134,8 +134,9 @@ class Producer:
 
     @property
     def oldest_trained(self) -> int:
-        """Tokens of older versions than this get no loss in the batch that was taken last."""
-        return self._state.version - self._state.settings.max_staleness
+        """Tokens of older versions than this get no loss in the batch that was taken last; 0 unless the policy is to mask."""
+        settings = self._state.settings
+        return self._state.version - settings.max_staleness if settings.over_age is OverAge.MASK else 0
 
     async def close(self) -> None:
         """End everything that runs."""
@@ -232,7 +233,6 @@ class Producer:
             if self._end(sample, segments, limit):
                 task = asyncio.create_task(self._run_score(sample, content, segments[-1].finish_reason is FinishReason.STOP))
                 self._scoring.add(task)
-                task.add_done_callback(self._scoring.discard)
             self._start()
         except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
             self._fail(error)
@@ -262,6 +262,8 @@ class Producer:
     async def _run_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
         """The reward of a complete sample, while others generate."""
         response = content.token_ids[len(content.prompt.token_ids) :]
+        task = asyncio.current_task()
+        assert task is not None
         self._meter.change(0, 1)
         try:
             content.reward = await self._score(content.prompt, response, has_stopped)
@@ -272,7 +274,8 @@ class Producer:
             self._fail(error)
         finally:
             self._meter.change(0, -1)
-        self._changed.set()
+            self._scoring.remove(task)
+            self._changed.set()  # after all of the above: whoever waits looks at it
 
     def _drop(self) -> None:
         """Forget what the scheduler dropped; what still runs is ended at its engine."""

@@ -77,6 +77,7 @@ def _parallel_kwargs(layout: ParallelLayout) -> dict[str, Any]:
         "sequence_parallel": layout.tp > 1,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.virtual_pp if layout.virtual_pp > 1 else None,
+        **_pipeline_split(layout),
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -86,6 +87,16 @@ def _parallel_kwargs(layout: ParallelLayout) -> dict[str, Any]:
         "overlap_p2p_comm": layout.virtual_pp > 1,
         "batch_p2p_comm": layout.virtual_pp == 1,
     }
+
+
+def _pipeline_split(layout: ParallelLayout) -> dict[str, Any]:
+    """Megatron's flexible pipeline layout: what each chunk holds, in pipeline order."""
+    if layout.layers_per_chunk is None:
+        return {}
+    chunks = [["decoder"] * num_layers for num_layers in layout.layers_per_chunk]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return {"pipeline_model_parallel_layout": chunks}
 
 
 def _recompute_kwargs(recompute: str) -> dict[str, Any]:

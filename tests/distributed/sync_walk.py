@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.batching.build import build_microbatch, compute_denominators
 from megatron_rl.checkpoint.hf_export import merge_export
-from megatron_rl.config.sections import AlgorithmSection, OptimizerSection, SyncSection, TrainerSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.sections import OptimizerSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
 from megatron_rl.controller.setups import WorkerSetup
@@ -74,8 +75,9 @@ def walk_sync(me: Rank, *, dims: dict, family: str, layouts: list[dict], engine:
     """Per layout, the largest log-prob difference between the engine and a fresh load, over two syncs."""
     results = {}
     for number, sizes in enumerate(layouts):
-        layout = ParallelLayout(**sizes)
-        worker = PolicyWorker(_setup(ModelDims(**dims), family, layout, engine["tp"]), me.rank)
+        split = sizes.get("layers_per_chunk")  # a list, after its way through JSON
+        layout = ParallelLayout(**sizes | {"layers_per_chunk": None if split is None else tuple(split)})
+        worker = PolicyWorker(_setup(ModelDims(**dims), family, layout, _engine_layout(engine)), me.rank)
         worker.start(("127.0.0.1", me.port + number))
         commands = Commands(worker, bytes.fromhex(key_hex))
         with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +100,7 @@ async def _publish_and_compare(
     commands: Commands, layout: ParallelLayout, family: str, dims: dict, engine: dict, folder: Path
 ) -> float:
     model_dims = ModelDims(**dims)
-    plan = build_reshard_plan(family, model_dims, layout, EngineLayout(tp=engine["tp"]))
+    plan = build_reshard_plan(family, model_dims, layout, _engine_layout(engine))
     target, addresses, close = await _engine(engine, model_dims, commands.key)
     sync = WeightSync(plan, commands, [target], addresses, commands.key, SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000))
     worst = 0.0
@@ -113,7 +115,9 @@ async def _publish_and_compare(
             fresh = folder / f"hf-{round_number}"
             merge_export(f"{folder}/parts-{round_number}", fresh, get_family(family), model_dims, torch.float32)
             scores = (await target.score([TEXT]))[0]
-            worst = max(worst, float(np.abs(scores - _reference(fresh)).max()))
+            reference = _reference(fresh)
+            assert np.isfinite(scores).all() and np.ptp(reference) > 0.1, (scores, reference)
+            worst = max(worst, float(np.abs(scores - reference).max()))
     finally:
         await close()
     return worst
@@ -135,6 +139,10 @@ async def _engine(engine: dict, dims: ModelDims, key: bytes):
         embedded.close()
 
     return embedded, [receiver.address for receiver in receivers], close
+
+
+def _engine_layout(engine: dict) -> EngineLayout:
+    return EngineLayout(tp=engine["tp"], ep=engine.get("ep", 1))
 
 
 def _train(worker: PolicyWorker, layout: ParallelLayout, seed: int) -> None:
@@ -163,7 +171,7 @@ def _reference(folder: Path) -> np.ndarray:
     return np.concatenate([[0.0], logprobs.numpy()])
 
 
-def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_tp: int) -> WorkerSetup:
+def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_layout: EngineLayout) -> WorkerSetup:
     return WorkerSetup(
         model=ModelSetup(family, dims, None, seed=5, vocab_multiple=1),
         dtype="fp32",
@@ -171,7 +179,7 @@ def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_tp: int)
         algorithm=AlgorithmSection(),
         sync=SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000),
         layout=layout,
-        engine_layout=EngineLayout(tp=engine_tp),
+        engine_layout=engine_layout,
         temperature=1.0,
         seed=5,
         start_timeout_s=TIMEOUT_S,

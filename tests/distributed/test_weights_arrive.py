@@ -12,7 +12,7 @@ from tests.distributed.sync_walk import walk_sync
 
 pytestmark = pytest.mark.distributed
 
-TWO_RANKS = [{"tp": 2, "etp": 2}, {"ep": 2, "dp": 2}, {"pp": 2}]
+TWO_RANKS = [{"tp": 2, "etp": 2}, {"ep": 2, "dp": 2}, {"pp": 2, "layers_per_chunk": (3, 1)}]
 FOUR_RANKS = [{"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "etp": 2, "pp": 2, "virtual_pp": 2}]
 
 

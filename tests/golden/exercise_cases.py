@@ -5,11 +5,13 @@ The file holds answers; the questions (lengths, pass rates, log-probs) stand her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from golden_batch import GoldenBatch, Unmapped, loss_and_grad
+from case_text import Unmapped
+from golden_batch import GoldenBatch, loss_and_grad
 
 from megatron_rl.algorithms.aggregation import aggregate, token_weights
 from megatron_rl.algorithms.group_signal import (
@@ -29,10 +31,10 @@ LENGTHS = np.array([200, 220, 240, 260, 300, 1800, 320, 280], dtype=np.float64)
 OVERLONG_MAX, OVERLONG_BUFFER = 20480, 4096
 
 
-def compute(name: str, case: Any, batch: GoldenBatch, _: dict[str, Any]) -> Result:
+def compute(name: str, case: Any, batch: GoldenBatch, _: dict[str, Any]) -> Iterator[Result]:
     if name not in EXERCISES:
         raise Unmapped("no such exercise is known")
-    return EXERCISES[name](case)
+    yield EXERCISES[name](case)
 
 
 def _efficiency(slots: int, lengths: np.ndarray = LENGTHS) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import aggregate, token_weights
-from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.types.training import Denominators
-
-MODES = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "seq-mean-token-mean", "token-mean", "token-sum")
-
-
-class Unmapped(Exception):
-    """No function of ours is known for a case: a failure."""
-
-
-class Excepted(Exception):
-    """A case that is not to be reproduced, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +88,16 @@ class GoldenBatch:
         return LossInputs(**{**fields, **changes})
 
     def section_loss(self, case: dict[str, Any], section: AlgorithmSection, **changes: Any) -> dict[str, Any]:
-        """Loss and gradient of a whole section."""
+        """Loss and gradient of a whole section. A peer may do what our configuration refuses (k1 as a loss): no check."""
         inputs = self.inputs(case, **changes)
-        return loss_and_grad(build_algorithm(section).loss(inputs).loss, inputs.policy_logprobs_T)
+        algorithm = Algorithm(section, section.name, frozenset())
+        return loss_and_grad(algorithm.loss(inputs).loss, inputs.policy_logprobs_T)
 
-    def token_loss(self, case: dict[str, Any], mode: str, compute: Callable[[LossInputs], Tensor]) -> dict[str, Any]:
+    def token_loss(
+        self, case: dict[str, Any], mode: str, compute: Callable[[LossInputs], Tensor], **changes: Any
+    ) -> dict[str, Any]:
         """Loss and gradient of a per-token loss, aggregated."""
-        inputs = self.inputs(case)
+        inputs = self.inputs(case, **changes)
         weights_T = token_weights(mode, inputs.build_segments(), inputs.denominators)
         return loss_and_grad(aggregate(compute(inputs), weights_T), inputs.policy_logprobs_T)
 
@@ -113,26 +105,3 @@ class GoldenBatch:
 def loss_and_grad(loss: Tensor, leaf_T: Tensor) -> dict[str, Any]:
     (grad_T,) = torch.autograd.grad(loss, leaf_T)
     return {"loss": loss.detach(), "grad": grad_T}
-
-
-def numbers(text: str) -> list[float]:
-    """The numbers of a case's name, in order: `gspo_3e-4_4e-4_seqmean` -> 3e-4, 4e-4."""
-    return [float(x) for x in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", re.sub(r"[_|,]", " ", text))]
-
-
-def named_number(text: str, key: str) -> float:
-    """`named_number("... clip_ratio_c=3 ...", "clip_ratio_c=")` -> 3.0."""
-    match = re.search(re.escape(key) + r"\s*(-?\.?\d+(?:\.\d+)?(?:e-?\d+)?)", text)
-    if match is None:
-        raise Unmapped(f"no number after {key!r} in {text!r}")
-    return float(match.group(1))
-
-
-def aggregation_of(text: str, default: str = "token-mean") -> str:
-    """The aggregation mode that a case's name spells."""
-    for mode in MODES:
-        if mode in text:
-            return mode
-    if "seqmean" in text:
-        return "seq-mean-token-mean"
-    return "token-mean" if "tokenmean" in text else default

@@ -1,265 +1,289 @@
-"""`policy_losses.json`: which section or function of ours computes each case."""
+"""`policy_losses.json`: which section of ours each case is, with its parameters. Several readings where the case is silent."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from golden_batch import Excepted, GoldenBatch, Unmapped, aggregation_of, named_number, numbers
+from case_text import CaseText, Excepted, Unmapped
+from golden_batch import GoldenBatch
 
-from megatron_rl.algorithms.corrections import importance_weights
+from megatron_rl.algorithms.corrections import importance_weights, rejection_mask, token_divergence
+from megatron_rl.algorithms.covariance_choice import choose_tokens, token_covariance
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
 from megatron_rl.algorithms.losses.ppo import ppo_loss
-from megatron_rl.algorithms.losses.soft import sapo_loss, vespo_loss
 from megatron_rl.algorithms.ratios import log_ratio
-from megatron_rl.config.sections import AlgorithmSection, CorrectionSection, KlSection
+from megatron_rl.config.algorithm_sections import (
+    AlgorithmSection,
+    CorrectionSection,
+    CovarianceSection,
+    KlSection,
+    VespoSection,
+)
 
 Case = dict[str, Any]
 Result = dict[str, Any]
-CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
+Readings = Iterator[Result]
+PLAIN, HIGHER = (0.2, 0.2), (0.2, 0.28)
 
 
-def compute(name: str, case: Case, batch: GoldenBatch, _: dict[str, Any]) -> Result:
-    for pattern, function in PATTERNS:
-        if re.match(pattern, name):
-            return function(name, case, batch)
+def compute(name: str, case: Case, batch: GoldenBatch, _: dict[str, Any]) -> Readings:
+    text = CaseText(name, case)
+    for pattern, function in OBJECTIVES:
+        if text.has(pattern):
+            return function(text, batch)
     raise Unmapped("no objective of ours goes by this name")
 
 
-def _ppo(name: str, case: Case, batch: GoldenBatch, **changes: Any) -> Result:
-    text = f"{name} {case['peer']}"
-    mode = aggregation_of(name)
-    constant = named_number(text, "loss_scale_factor=") if mode.endswith("-norm") else None
-    fields: dict[str, Any] = {"aggregation": mode, "aggregation_constant": constant}
-    return batch.section_loss(case, AlgorithmSection(name="x", loss="ppo", **{**fields, **changes}))
+def readings(text: CaseText, batch: GoldenBatch, loss: str, **choices: list[Any]) -> Readings:
+    """Loss and gradient of every combination of `choices` (fields of the section; `clips` are both), likeliest first."""
+    for values in itertools.product(*choices.values()):
+        fields: dict[str, Any] = {"loss": loss, **dict(zip(choices, values, strict=True))}
+        if "clips" in fields:
+            fields["clip_low"], fields["clip_high"] = fields.pop("clips")
+        if fields.get("aggregation") == "seq-mean-token-sum-norm":
+            fields["aggregation_constant"] = _constant(text, batch)
+        yield batch.section_loss(text.case, AlgorithmSection(**{"name": "golden", **fields}))
 
 
-def _clip_symmetric(name: str, case: Case, batch: GoldenBatch) -> Result:
-    clip = numbers(name.replace("clip0", "clip_0"))[0]
-    return _ppo(name, case, batch, clip_low=clip, clip_high=clip)
+def _constant(text: CaseText, batch: GoldenBatch) -> float:
+    """Stated, or the padded width of the batch, which verl takes when nothing is set."""
+    stated = text.number("loss_scale_factor", "max_completion_length", "constant")
+    return float(max(batch.lens)) if stated is None else stated
 
 
-def _dual_clip(name: str, case: Case, batch: GoldenBatch) -> Result:
-    return _ppo(name, case, batch, clip_low=0.2, clip_high=0.2, dual_clip=named_number(name, "_c"))
+def _ppo(text: CaseText, batch: GoldenBatch) -> Readings:
+    dual = text.number("clip_ratio_c", "ratio_clip_c", "dual_?clip_?c?", "dual", r"(?<!opsm_)delta", r"c(?==)")
+    if text.has("opsm|off_policy_mask"):
+        dual = None
+    duals = [dual] if dual is not None else [None, 3.0, 10.0]
+    clips = text.clips(PLAIN, HIGHER)
+    if text.has("delta") and dual is not None:  # TRL's two-sided clip, whose cases do not state the clip
+        clips = text.clips(HIGHER, PLAIN)
+    yield from readings(
+        text, batch, "ppo",
+        clips=clips, aggregation=text.modes("token-mean", "seq-mean-token-mean"), kl=_kl(text),
+        positive_nll_coefficient=[text.number("positive_example_nll_weight", r"mu") or 0.0],
+        correction=_opsm(text), dual_clip=duals,
+    )  # fmt: skip
 
 
-def _clip_higher(name: str, case: Case, batch: GoldenBatch) -> Result:
-    low, high = numbers(name)[:2]
-    return _ppo(name, case, batch, clip_low=low, clip_high=high, dual_clip=case.get("clip_ratio_c"))
+def _kl(text: CaseText) -> list[KlSection]:
+    keys = ("kl_loss_coef", "reference_policy_kl_penalty", "kl_coef", "kl_beta", "beta")
+    coefficient = text.number(*keys)
+    if coefficient is None:
+        return [KlSection()]
+    if text.has(r"kl_is1|bias_correction_kl=true|unbiased"):
+        return [KlSection(coefficient, "unbiased")]
+    stated = re.search(r"(?<![a-z0-9])(k[123])(?![0-9])|(low_var_kl)", text.peer)
+    if stated is not None:
+        return [KlSection(coefficient, stated.group(1) or "k3")]  # type: ignore[arg-type]
+    return [KlSection(coefficient, "k3"), KlSection(coefficient, "unbiased"), KlSection(coefficient, "k2")]
 
 
-def _openrlhf_dual(name: str, case: Case, batch: GoldenBatch) -> Result:
-    return _ppo(name, case, batch, **CLIP_HIGHER, dual_clip=named_number(name, "dual"))
+def _opsm(text: CaseText) -> list[CorrectionSection]:
+    if not text.has("opsm|off_policy_mask"):
+        return [CorrectionSection()]
+    return [CorrectionSection("opsm", high=text.required("off_policy_mask_threshold", "opsm_delta", "delta", "opsm"))]
 
 
-def _gspo(name: str, case: Case, batch: GoldenBatch) -> Result:
-    low, high = [*numbers(name), 3e-4, 4e-4][:2]
-    mode = aggregation_of(name, "seq-mean-token-mean")
-    is_paper = mode == "seq-mean-token-mean" and "gspo_token" not in name
-    loss = "gspo" if is_paper else "gspo_token"
-    return batch.section_loss(case, AlgorithmSection(loss=loss, clip_low=low, clip_high=high, aggregation=mode))
+def _gspo(text: CaseText, batch: GoldenBatch) -> Readings:
+    has_token_advantages = isinstance(batch.raw[text.case["adv"]][0], list)
+    is_token_form = has_token_advantages or text.has("gspo_token|gspo-token|sequence_token")
+    names = ["gspo_token", "gspo"] if is_token_form else ["gspo", "gspo_token"]
+    clips = text.clips((3e-4, 4e-4), PLAIN, HIGHER, (0.2, 0.27))
+    for mode in text.modes("seq-mean-token-mean", "token-mean"):
+        for name in names:
+            if name == "gspo_token" or mode == "seq-mean-token-mean":
+                yield from readings(text, batch, name, clips=clips, aggregation=[mode], kl=_kl(text))
 
 
-def _luspo(name: str, case: Case, batch: GoldenBatch) -> Result:
+def _luspo(text: CaseText, batch: GoldenBatch) -> Readings:
     """LUSPO multiplies GSPO's row loss by the row's length: GSPO-token summed instead of averaged over the row."""
-    low, high = (float(x) for x in re.findall(r"\d+e-?\d+", case["peer"]))
-    section = AlgorithmSection(loss="gspo_token", clip_low=low, clip_high=high, aggregation="seq-mean-token-sum")
-    return batch.section_loss(case, section)
+    clips = text.clips((3e-4, 4e-4), PLAIN, HIGHER)
+    return readings(text, batch, "gspo_token", clips=clips, aggregation=["seq-mean-token-sum"])
 
 
-def _sapo(name: str, case: Case, batch: GoldenBatch) -> Result:
-    positive, negative = numbers(name)
-    if (positive, negative) == (1.0, 1.05):
-        return batch.section_loss(case, AlgorithmSection(name="sapo", loss="sapo"))
-    return batch.token_loss(
-        case,
-        "seq-mean-token-mean",
-        lambda x: (
-            sapo_loss(
-                log_ratio(x.policy_logprobs_T, x.old_logprobs_T),
-                x.advantages_T,
-                tau_positive=positive,
-                tau_negative=negative,
-            ).loss_T
-        ),
-    )
+def _sapo(text: CaseText, batch: GoldenBatch) -> Readings:
+    stated = (text.number("tau_pos", "sapo_temperature_pos"), text.number("tau_neg", "sapo_temperature_neg"))
+    if None in stated:
+        stated = (text.numbers[0], text.numbers[1]) if len(text.numbers) >= 2 else (1.0, 1.05)
+    return readings(text, batch, "sapo", tau_positive=[stated[0]], tau_negative=[stated[1]])
 
 
-def _gmpo(name: str, case: Case, batch: GoldenBatch) -> Result:
-    clip = numbers(name)[-1]
-    return batch.section_loss(case, AlgorithmSection(loss="gmpo", clip_low=clip, clip_high=clip))
+def _gmpo(text: CaseText, batch: GoldenBatch) -> Readings:
+    return readings(text, batch, "gmpo", clips=text.clips((0.4, 0.4)))
 
 
-def _cispo(name: str, case: Case, batch: GoldenBatch) -> Result:
-    if "onesided" in name:
-        low = named_number(case["peer"], "clip_ratio_low=")
-        high = re.search(r"clip_ratio_high=(\d+\.\d+)", case["peer"])
-        if high is None:
-            raise Unmapped("no cap in the case")
-        low_high = (low, float(high.group(1)))
+def _cispo(text: CaseText, batch: GoldenBatch) -> Readings:
+    """The cap is 1 + clip_high; TRL's epsilon_high is the cap itself, and it has no lower bound."""
+    cap = text.number("cap")
+    low = text.number("clip_ratio_low", "ratio_clip_min", "epsilon_low")
+    if text.has("trl") and (cap is not None or text.number("epsilon_high") is not None):
+        cap = text.number("epsilon_high") if cap is None else cap
+        clips = [(1.0, cap - 1.0)]
+    elif cap is not None and low is not None:
+        clips = [(low, cap - 1.0)]
+    elif text.has("trl") and text.numbers:
+        clips = [(1.0, text.numbers[-1] - 1.0)]
     else:
-        low_high = tuple(numbers(name)[:2])
-    section = AlgorithmSection(
-        name="cispo", loss="cispo", clip_low=low_high[0], clip_high=low_high[1], aggregation="token-mean"
+        clips = text.clips((1.0, 4.0), HIGHER, PLAIN)
+        clips = [(1.0, high) for _, high in clips] if text.has("one-?sided") and low is None else clips
+    return readings(text, batch, "cispo", clips=clips, aggregation=text.modes("token-mean", "seq-mean-token-mean"))
+
+
+def _dppo(text: CaseText, batch: GoldenBatch) -> Readings:
+    bound = 0.15 if text.has("dppo_tv") else 0.05
+    return readings(
+        text, batch, "dppo_tv" if text.has("dppo_tv") else "dppo_kl",
+        clips=text.clips((bound, bound)), aggregation=text.modes("token-mean"),
+        max_ratio=[text.number("clip_ratio_c", r"c(?==)") or 20.0],
+    )  # fmt: skip
+
+
+def _clip_cov(text: CaseText, batch: GoldenBatch) -> Readings:
+    fraction = text.number("clip_cov_ratio", "ratio")
+    section = CovarianceSection(
+        fraction=2e-4 if fraction is None else fraction,
+        low=text.number("clip_cov_lb", "lb") or 1.0,
+        high=text.number("clip_cov_ub", "ub") or 5.0,
     )
-    return batch.section_loss(case, section)
+    clips = text.clips(PLAIN, HIGHER) if "cov" not in text.name or text.pair("clip ") else [PLAIN, HIGHER]
+    for low, high in clips:
+        base = ppo_loss(_log_ratio(text, batch), batch.tokens(text.case["adv"]), clip_low=low, clip_high=high)
+        cov_T, _ = token_covariance(batch.tokens(text.case["new"]), batch.tokens(text.case["adv"]), batch.mask().numpy())
+        num_candidates = int(((cov_T > section.low) & (cov_T < section.high) & ~base.is_clipped_T.numpy()).sum())
+        if num_candidates > max(1, int(section.fraction * sum(batch.lens))):
+            raise Excepted("the tokens that Clip-Cov takes out are drawn at random from more candidates")
+        yield from _with_choice(text, batch, "clip_cov", section, base.is_clipped_T.numpy(), clips=[(low, high)])
 
 
-def _dppo(name: str, case: Case, batch: GoldenBatch) -> Result:
-    clip = numbers(name)[0]
-    loss = "dppo_tv" if "_tv" in name else "dppo_kl"
-    return batch.section_loss(case, AlgorithmSection(loss=loss, clip_low=clip, clip_high=clip, aggregation="token-mean"))
+def _kl_cov(text: CaseText, batch: GoldenBatch) -> Readings:
+    fraction = text.number("kl_cov_ratio", "kl_cov")
+    coefficient = text.number("ppo_kl_coef", "coef")
+    section = CovarianceSection(
+        fraction=2e-4 if fraction is None else fraction, kl_coefficient=1.0 if coefficient is None else coefficient
+    )
+    return _with_choice(text, batch, "kl_cov", section, None)
 
 
-def _clip_cov(name: str, case: Case, batch: GoldenBatch) -> Result:
-    peer = case["peer"]
-    match = re.search(r"ratio=([\d.e-]+)", peer)
-    ratio = float(match.group(1)) if match else 0.0
-    if ratio != 1.0:
-        raise Excepted("the tokens that Clip-Cov takes out are drawn at random")
-    return batch.token_loss(
-        case,
-        "token-mean",
-        lambda x: (
-            clip_cov_loss(
-                log_ratio(x.policy_logprobs_T, x.old_logprobs_T),
-                x.policy_logprobs_T,
-                x.advantages_T,
-                x.loss_mask_T,
-                clip_low=0.2,
-                clip_high=0.2,
-                fraction=ratio,
-                cov_low=named_number(peer, "lb="),
-                cov_high=named_number(peer, "ub="),
-            ).loss_T
-        ),
+def _with_choice(
+    text: CaseText, batch: GoldenBatch, kind: str, section: CovarianceSection, is_excluded_T: Any, **choices: list[Any]
+) -> Readings:
+    """The peers choose by the current policy: hand in its log-probs."""
+    chosen_T = choose_tokens(
+        kind, section,
+        logprobs_T=batch.tokens(text.case["new"]).numpy(), advantages_T=batch.tokens(text.case["adv"]).numpy(),
+        mask_T=batch.mask().numpy(), draws_T=np.random.default_rng(0).random(sum(batch.lens)), is_excluded_T=is_excluded_T,
+    )  # fmt: skip
+    for clip_low, clip_high in choices.get("clips", [PLAIN]):
+        for mode in text.modes("token-mean"):
+            whole = AlgorithmSection(
+                loss=kind, covariance=section, clip_low=clip_low, clip_high=clip_high, aggregation=mode,  # type: ignore[arg-type]
+            )  # fmt: skip
+            yield batch.section_loss(text.case, whole, is_chosen_T=torch.from_numpy(chosen_T))
+
+
+def _log_ratio(text: CaseText, batch: GoldenBatch) -> torch.Tensor:
+    return log_ratio(batch.tokens(text.case["new"]), batch.tokens("old"))
+
+
+def _reinforce(text: CaseText, batch: GoldenBatch) -> Readings:
+    return readings(text, batch, "reinforce", aggregation=text.modes("token-mean", "seq-mean-token-sum"), kl=_kl(text))
+
+
+def _aipo(text: CaseText, batch: GoldenBatch) -> Readings:
+    cap = text.number("rho_max", "cap", "aipo") or (text.numbers or [2.0])[-1]
+    return readings(text, batch, "aipo", clip_high=[cap - 1.0], aggregation=text.modes("token-mean", "seq-mean-token-mean"))
+
+
+def _vespo(text: CaseText, batch: GoldenBatch) -> Readings:
+    return readings(text, batch, "vespo", vespo=[vespo_shape(text)], aggregation=text.modes("token-mean"))
+
+
+def vespo_shape(text: CaseText) -> VespoSection:
+    default = VespoSection()
+    return VespoSection(
+        k_positive=text.number("k_pos") or default.k_positive,
+        lambda_positive=text.number("lam_pos", "lambda_pos") or default.lambda_positive,
+        k_negative=text.number("k_neg") or default.k_negative,
+        lambda_negative=text.number("lam_neg", "lambda_neg") or default.lambda_negative,
     )
 
 
-def _kl_cov(name: str, case: Case, batch: GoldenBatch) -> Result:
-    return batch.token_loss(
-        case,
-        "token-mean",
-        lambda x: (
-            kl_cov_loss(
-                log_ratio(x.policy_logprobs_T, x.old_logprobs_T),
-                x.policy_logprobs_T,
-                x.advantages_T,
-                x.loss_mask_T,
-                fraction=numbers(name)[0],
-                kl_coefficient=named_number(name, "coef"),
-            ).loss_T
-        ),
-    )
+def _per_token(text: CaseText, batch: GoldenBatch) -> Readings:
+    """PPO plus the k3 penalty, before any reduction (Megatron)."""
+    beta = text.number("kl_beta", "beta") or 0.0
+    for low, high in text.clips(HIGHER, PLAIN):
+        x = batch.inputs(text.case)
+        ppo = ppo_loss(log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, clip_low=low, clip_high=high)
+        loss_T = ppo.loss_T + beta * kl_estimate("k3", x.policy_logprobs_T, x.ref_logprobs_T)
+        result: Result = {"per_token": loss_T.detach()}
+        if "grad" in text.case:
+            (result["grad"],) = torch.autograd.grad(loss_T.sum(), x.policy_logprobs_T)
+        yield result
 
 
-def _reinforce(name: str, case: Case, batch: GoldenBatch) -> Result:
-    return batch.section_loss(case, AlgorithmSection(loss="reinforce", aggregation=aggregation_of(name)))
-
-
-def _vespo(name: str, case: Case, batch: GoldenBatch) -> Result:
-    peer = case["peer"]
-    return batch.token_loss(
-        case,
-        "token-mean",
-        lambda x: (
-            vespo_loss(
-                log_ratio(x.policy_logprobs_T, x.old_logprobs_T),
-                x.policy_logprobs_T,
-                x.advantages_T,
-                x.build_segments(),
-                k_positive=named_number(peer, "k_pos="),
-                lambda_positive=named_number(peer, "lam_pos="),
-                k_negative=named_number(peer, "k_neg="),
-                lambda_negative=named_number(peer, "lam_neg="),
-            ).loss_T
-        ),
-    )
-
-
-TRL_AGGREGATION = {
-    "grpo": "seq-mean-token-mean",
-    "bnpo": "token-mean",
-    "dapo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-}
-
-
-def _trl(name: str, case: Case, batch: GoldenBatch) -> Result:
-    loss_type = re.search(r"loss_type=(\w+)", case["peer"])
-    if loss_type is None or loss_type.group(1) not in TRL_AGGREGATION:
-        raise Unmapped("no loss_type of TRL's that we know")
-    mode = TRL_AGGREGATION[loss_type.group(1)]
-    changes: dict[str, Any] = {"aggregation": mode, **CLIP_HIGHER}
-    if mode.endswith("-norm"):
-        changes["aggregation_constant"] = named_number(case["peer"], "'max_completion_length':")
-    if (clip := re.match(r"trl_(?:grpo|bnpo|dapo|dr_grpo)_(\d[\d.e-]*)_(\d[\d.e-]*)$", name)) is not None:
-        changes["clip_low"], changes["clip_high"] = float(clip.group(1)), float(clip.group(2))
-    if "_beta" in name:
-        estimator = "unbiased" if "kl_is1" in name else "k3"
-        changes["clip_high"] = 0.2  # TRL's default of both, which this case leaves alone
-        changes["kl"] = KlSection(coefficient=named_number(name, "_beta"), estimator=estimator)
-    if "_opsm" in name:
-        changes["clip_high"] = 0.2
-        changes["correction"] = CorrectionSection(kind="opsm", high=named_number(name, "_delta"))
-    elif "_delta" in name:
-        changes["dual_clip"] = named_number(name, "_delta")
-    return _ppo(name, case, batch, **changes)
-
-
-def _vapo_nll(name: str, case: Case, batch: GoldenBatch) -> Result:
-    low, high = (float(x) for x in re.findall(r"clip (\S+)/(\S+)", case["peer"])[0])
-    return _ppo(name, case, batch, clip_low=low, clip_high=high, positive_nll_coefficient=named_number(name, "_mu"))
-
-
-def _megatron_per_token(name: str, case: Case, batch: GoldenBatch) -> Result:
-    low, high = (float(x) for x in re.findall(r"clip (\S+)/(\S+)", case["peer"])[0])
-    x = batch.inputs(case)
-    ppo = ppo_loss(log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, clip_low=low, clip_high=high)
-    kl_T = kl_estimate("k3", x.policy_logprobs_T, x.ref_logprobs_T)
-    return {"per_token": (ppo.loss_T + named_number(name, "_beta") * kl_T).detach()}
-
-
-def _decoupled(name: str, case: Case, batch: GoldenBatch) -> Result:
+def _decoupled(text: CaseText, batch: GoldenBatch) -> Readings:
     """Decoupled PPO is PPO on policy/old times a detached f(old/rollout)."""
-    rs = case["rs"]
-    x = batch.inputs(case, rollout_logprobs_T=batch.tokens(case["behav"]))
-    log_rho_T = log_ratio(x.old_logprobs_T, x.rollout_logprobs_T)
-    segments = batch.segments()
+    behaviour_T = batch.tokens(text.case.get("behav", "rollout"))
+    weights_T = _areal_weights(text.case.get("rs"), batch.tokens("old"), behaviour_T, batch)
+    for low, high in text.clips(HIGHER, PLAIN):
+        for mode in text.modes("token-mean"):
+            yield batch.token_loss(
+                text.case, mode,
+                lambda x, low=low, high=high: weights_T * ppo_loss(
+                    log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, clip_low=low, clip_high=high
+                ).loss_T,
+            )  # fmt: skip
+
+
+def _areal_weights(rs: Any, old_T: torch.Tensor, behaviour_T: torch.Tensor, batch: GoldenBatch) -> torch.Tensor:
+    """AReaL's rejection sampling {level, action, metric, agg, lower, upper}: which weights stay, which become 0 or are
+    clamped.
+    """
+    log_rho_T, segments = log_ratio(old_T, behaviour_T), batch.segments()
     if rs is None:
-        weights_T = torch.ones_like(log_rho_T)
-    elif rs["metric"] != "ratio" or rs["agg"] not in ("mean", "sum"):
-        raise Unmapped(f"rejection sampling {rs}")
+        return torch.ones_like(log_rho_T)
+    low, high, metric = rs.get("lower"), rs["upper"], rs.get("metric", "ratio").removeprefix("kl_")
+    is_row = rs["level"] == "sequence"
+    weights_T = importance_weights(log_rho_T, segments, "geometric" if is_row and metric == "ratio" else "token",
+                                   "truncate", None, None)  # fmt: skip
+    over = rs.get("agg", "mean") if is_row else "token"
+    if metric == "binary_kl":
+        divergence_T = token_divergence(old_T, behaviour_T, "max_binary_kl")
+        if is_row:
+            (row_S,) = segments.means(divergence_T) if over == "mean" else segments.sums(divergence_T)
+            divergence_T = segments.spread(row_S)
+        is_inside_T = divergence_T <= high
+    elif metric in ("ratio", "k2"):
+        is_inside_T = rejection_mask(log_rho_T, segments, metric, over, low, high)
+    elif metric == "k3":  # AReaL's distance is that of behaviour from the trainer: k3 of the negated log-ratio
+        is_inside_T = rejection_mask(-log_rho_T, segments, "k3", over, low, high)
     else:
-        level = "token" if rs["level"] == "token" else {"mean": "geometric", "sum": "sequence"}[rs["agg"]]
-        action = {"clamp": "truncate", "mask": "mask"}[rs["action"]]
-        weights_T = importance_weights(log_rho_T, segments, level, action, rs["lower"], rs["upper"])
-    return batch.token_loss(
-        case,
-        "token-mean",
-        lambda x: ppo_loss(log_ratio(x.policy_logprobs_T, x.old_logprobs_T), x.advantages_T, **CLIP_HIGHER).loss_T * weights_T,
-    )
+        raise Unmapped(f"rejection sampling by {metric}")
+    if rs["action"] == "mask":
+        return weights_T * is_inside_T
+    return torch.where(is_inside_T, weights_T, weights_T.clamp(min=low or 0.0, max=high))
 
 
-PATTERNS = (
-    (r"ppo_clip_|grpo_clip", _clip_symmetric),
-    (r"ppo_dualclip_", _dual_clip),
-    (r"dapo_cliphigher_", _clip_higher),
-    (r"openrlhf_ppo_dual", _openrlhf_dual),
-    (r"gspo_", _gspo),
-    (r"luspo_", _luspo),
-    (r"sapo_", _sapo),
-    (r"gmpo_", _gmpo),
-    (r"cispo_", _cispo),
-    (r"dppo_", _dppo),
+OBJECTIVES: tuple[tuple[str, Callable[[CaseText, GoldenBatch], Readings]], ...] = (
+    (r"decoupled|ppo_actor_loss_fn", _decoupled),
+    (r"luspo", _luspo),
+    (r"gmpo|geo_mean", _gmpo),
+    (r"gspo|importance_sampling_level=sequence|sequence_level_importance_ratios", _gspo),
+    (r"cispo", _cispo),
+    (r"sapo", _sapo),
+    (r"dppo", _dppo),
     (r"clip_cov", _clip_cov),
     (r"kl_cov", _kl_cov),
-    (r"reinforce_gpg", _reinforce),
-    (r"vespo_", _vespo),
-    (r"trl_", _trl),
-    (r"vapo_positive_nll", _vapo_nll),
-    (r"megatron_per_token", _megatron_per_token),
-    (r"decoupled_ppo_", _decoupled),
+    (r"vespo", _vespo),
+    (r"aipo", _aipo),
+    (r"reinforce(?!_pp)|gpg|disable_ppo_ratio", _reinforce),
+    (r"per_token|per-token \(no reduction", _per_token),
+    (r"ppo|grpo|dapo|bnpo|vanilla|policyloss|clippedpg|vapo|trl_|two-?sided|clip", _ppo),
 )

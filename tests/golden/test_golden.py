@@ -7,6 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import check
+from variants import write_variants
 
 HERE = Path(__file__).parent
 
@@ -24,6 +32,38 @@ def test_every_case_matches() -> None:
     assert len(excepted) == 5 and all("DEFECT" in line for line in excepted)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_other_batches_and_parameters_match_plain_loops(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Groups of one and of three, an empty row, other clips, bounds, aggregations, ranks: the mapping reads them all."""
+    count = write_variants(tmp_path, seed)
+    status = check.main(tmp_path)
+    output = capsys.readouterr().out
+    assert output.splitlines()[0] == f"{count} of {count} cases match", output
+    assert status == 0
+
+
+def test_no_case_matches_by_accident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One number of every case is moved by 1e-3: whatever readings a case allows, none may match."""
+    count = write_variants(tmp_path, 4)
+    for path in tmp_path.glob("*.json"):
+        contents = json.loads(path.read_text())
+        for case in contents.get("cases", {}).values():
+            key = next(key for key in ("loss", "adv", "weights", "mask", "value", "full") if key in case)
+            case[key] = moved(case[key])
+        path.write_text(json.dumps(contents))
+    assert check.main(tmp_path) == 1
+    output = capsys.readouterr().out
+    assert output.splitlines()[0] == f"0 of {count} cases match", output
+
+
+def moved(value: Any) -> Any:
+    """The first number of a nested list, and it alone, 1e-3 larger."""
+    if not isinstance(value, list):
+        return value + 1e-3
+    first = next(index for index, item in enumerate(value) if item != [])
+    return [moved(item) if index == first else item for index, item in enumerate(value)]
+
+
 def test_a_wrong_value_an_unknown_case_and_a_forgotten_field_are_failures(tmp_path: Path) -> None:
     shutil.copy(HERE / "data" / "batch.json", tmp_path)
     contents = json.loads((HERE / "data" / "policy_losses.json").read_text())
@@ -33,7 +73,7 @@ def test_a_wrong_value_an_unknown_case_and_a_forgotten_field_are_failures(tmp_pa
     cases = {
         "ppo_clip_0.2_token-mean": {**case, "grad": wrong_grad},
         "ppo_dualclip_c3": contents["cases"]["ppo_dualclip_c3"],
-        "an_objective_nobody_knows": case,
+        "an_objective_nobody_knows": {**case, "peer": "nobody"},
         "sapo_1.0_1.05": {**contents["cases"]["sapo_1.0_1.05"], "weights": [[1.0]]},
     }
     (tmp_path / "policy_losses.json").write_text(json.dumps({"cases": cases}))

@@ -31,7 +31,14 @@ def test_a_server_of_one_rank_equals_a_fresh_load(tiny_model, tmp_path, loop):
             check(server, tiny_model, world_size, layouts, 1)
 
 
-def check(running, tiny_model, world_size, layouts, tp_size):
+@pytest.mark.slow
+def test_a_server_with_expert_parallelism_equals_a_fresh_load(tiny_model, tmp_path, loop):
+    with started(tiny_model.folder, tmp_path, dataclasses.replace(SECTION, ep_size=2), loop) as server:
+        for world_size, layouts in LAYOUTS:
+            check(server, tiny_model, world_size, layouts, TP_SIZE, ep_size=2)
+
+
+def check(running, tiny_model, world_size, layouts, tp_size, ep_size=1):
     family, dims = load_dims(tiny_model.folder)
     gaps = run_distributed(
         walk_sync,
@@ -43,6 +50,7 @@ def check(running, tiny_model, world_size, layouts, tp_size):
         engine={
             "kind": "sglang",
             "tp": tp_size,
+            "ep": ep_size,
             "url": running.server.url,
             "key_file": str(running.work_dir / "keys.yaml"),
             "receiver_dir": str(running.receiver_dir),

@@ -3,54 +3,79 @@
     grpo                  (R_i - mean) / (std + eps)          arXiv 2402.03300; std with ddof 1 and eps 1e-6 by default
     dr_grpo               R_i - mean                          arXiv 2503.20783
     rloo                  R_i - mean of the others = G/(G-1) (R_i - mean)    arXiv 2402.14740
+    leave_one_out         (R_i - mean of the others) / (std of the others + eps)    NeMo RL's default
     reinforce_pp          R_i, whitened afterwards over all tokens of the batch     arXiv 2501.03262
     reinforce_pp_baseline R_i - mean, whitened afterwards
     opo                   R_i - mean weighted by length       arXiv 2505.23585
     pass@k                the best of the group gets its lead over the second, the others 0    arXiv 2503.19595
 
-A group of one has no baseline: its advantage is 0 under grpo, dr_grpo, rloo and reinforce_pp_baseline (verl gives R
-there, NeMo 0). A group whose rewards are all equal gets exactly 0, detected by max == min: the deviation of equal
+A group of one has no baseline: its advantage is 0 (NeMo), or with `of_one="reward"` what a baseline of 0 and a deviation
+of 1 give (verl). A group whose rewards are all equal gets exactly 0, detected by max == min: the deviation of equal
 floats need not be 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
+OfOne = Literal["zero", "reward"]
 
-def grpo_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6) -> np.ndarray:
+
+def grpo_advantages(rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6, *, of_one: OfOne = "zero") -> np.ndarray:
     """(R - mean) / (std + epsilon), [G].
 
     verl, OpenRLHF and TRL have ddof 1, Megatron 0: the one correct of four gets 1.5 or 1.732.
     """
     rewards_G = _as_rewards(rewards_G)
     if _is_degenerate(rewards_G):
-        return np.zeros_like(rewards_G)
+        return _without_difference(rewards_G, of_one) / (1.0 + epsilon)
     return (rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=ddof) + epsilon)
 
 
-def dr_grpo_advantages(rewards_G: np.ndarray) -> np.ndarray:
+def dr_grpo_advantages(rewards_G: np.ndarray, *, of_one: OfOne = "zero") -> np.ndarray:
     """R - mean, [G]: no division, so that easy and hard prompts keep their scale."""
     rewards_G = _as_rewards(rewards_G)
-    return np.zeros_like(rewards_G) if _is_degenerate(rewards_G) else rewards_G - rewards_G.mean()
+    if _is_degenerate(rewards_G):
+        return _without_difference(rewards_G, of_one)
+    return rewards_G - rewards_G.mean()
 
 
-def rloo_advantages(rewards_G: np.ndarray) -> np.ndarray:
+def rloo_advantages(rewards_G: np.ndarray, *, of_one: OfOne = "zero") -> np.ndarray:
     """R_i minus the mean of the other G - 1, [G]."""
     rewards_G = _as_rewards(rewards_G)
     if _is_degenerate(rewards_G):
-        return np.zeros_like(rewards_G)
+        return _without_difference(rewards_G, of_one)
     size = len(rewards_G)
     return (rewards_G - rewards_G.mean()) * size / (size - 1)
 
 
-def opo_advantages(rewards_G: np.ndarray, num_tokens_G: np.ndarray) -> np.ndarray:
+def leave_one_out_advantages(
+    rewards_G: np.ndarray, ddof: int = 1, epsilon: float = 1e-6, *, of_one: OfOne = "zero"
+) -> np.ndarray:
+    """R_i minus the mean of the other G - 1, over their own deviation, [G].
+
+    Where the others do not differ (the one correct answer of a group) nothing is divided, so that no epsilon becomes
+    the scale.
+    """
+    rewards_G = _as_rewards(rewards_G)
+    advantages_G = rloo_advantages(rewards_G, of_one=of_one)
+    if _is_degenerate(rewards_G):
+        return advantages_G
+    for i in range(len(rewards_G)):
+        others = np.delete(rewards_G, i)
+        if not _is_degenerate(others):
+            advantages_G[i] /= others.std(ddof=ddof) + epsilon
+    return advantages_G
+
+
+def opo_advantages(rewards_G: np.ndarray, num_tokens_G: np.ndarray, *, of_one: OfOne = "zero") -> np.ndarray:
     """R_i minus the length-weighted mean (the variance-optimal baseline when gradients grow with length), [G]."""
     rewards_G = _as_rewards(rewards_G)
     if _is_degenerate(rewards_G) or np.sum(num_tokens_G) == 0:
-        return np.zeros_like(rewards_G)
+        return _without_difference(rewards_G, of_one)
     return rewards_G - np.average(rewards_G, weights=np.asarray(num_tokens_G, dtype=np.float64))
 
 
@@ -97,6 +122,11 @@ def _as_rewards(rewards_G: np.ndarray) -> np.ndarray:
     if not np.isfinite(rewards_G).all():
         raise ValueError(f"a group has the rewards {rewards_G.tolist()}: expected finite numbers")
     return rewards_G
+
+
+def _without_difference(rewards_G: np.ndarray, of_one: OfOne) -> np.ndarray:
+    """The advantages of a group that has no baseline, or whose rewards are all equal."""
+    return rewards_G.copy() if of_one == "reward" and rewards_G.size == 1 else np.zeros_like(rewards_G)
 
 
 def _is_degenerate(rewards_G: np.ndarray) -> bool:

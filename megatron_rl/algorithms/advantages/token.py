@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.algorithms.advantages.gae import discounted_returns, gae, length_adaptive_lambda
 from megatron_rl.algorithms.advantages.whitening import SumOverRanks, identity, whiten
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 
 
 def token_advantages(

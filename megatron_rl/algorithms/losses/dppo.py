@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron_rl.algorithms.corrections import binary_kl
 from megatron_rl.algorithms.losses.token_loss import TokenLoss
 
-MAX_RATIO = 20.0
-
 
 def dppo_loss(
     log_ratio_T: Tensor,
@@ -22,8 +20,9 @@ def dppo_loss(
     divergence: Literal["tv", "kl"],
     clip_low: float,
     clip_high: float,
+    max_ratio: float = 20.0,
 ) -> TokenLoss:
-    """-sg[min(r, 20)] A log pi on tokens inside the trust region, 0 outside (arXiv 2602.04879).
+    """-sg[min(r, max_ratio)] A log pi on tokens inside the trust region, 0 outside (arXiv 2602.04879).
 
     A token is outside when the step already moved it in the advantage's direction by more than the bound: with A > 0
     and pi_policy > pi_old by `clip_high`, or A < 0 and pi_policy < pi_old by `clip_low`, where the distance is
@@ -35,5 +34,5 @@ def dppo_loss(
     fell_too_far_T = (policy_T < old_T) & (distance_T > clip_low)
     is_outside_T = torch.where(advantages_T > 0, rose_too_far_T, fell_too_far_T)
     ratio_T = torch.exp(log_ratio_T.detach())
-    weight_T = torch.where(is_outside_T, 0.0, ratio_T.clamp(max=MAX_RATIO))
+    weight_T = torch.where(is_outside_T, 0.0, ratio_T.clamp(max=max_ratio))
     return TokenLoss(-weight_T * advantages_T * policy_logprobs_T, ratio_T, is_outside_T)

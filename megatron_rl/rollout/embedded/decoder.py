@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from megatron_rl.rollout.embedded.experts import route, routed_mlp
 from megatron_rl.rollout.embedded.kv_cache import KVCache
+from megatron_rl.rollout.embedded.products import is_widened, linear, row_parallel, widened
 from megatron_rl.rollout.embedded.weights import ShardedWeights, local_kv_heads
 
 CONTEXT_STEP = 16
@@ -29,7 +30,7 @@ Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Views of one layer's stacked weights."""
+    """One layer's stacked weights: views, or fp32 copies of the matrices where products need them."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor  # [R * rows, H]
@@ -52,36 +53,53 @@ class PromptSlots:
 
 
 class Decoder:
-    """Computes with the weights as they are at the call: views only, nothing derived from them is kept."""
+    """Computes with the weights as they are at the call, or, on processors that emulate bf16, at the last
+    `forget_weights`: there fp32 copies are made at the first use after it."""
 
     def __init__(self, weights: ShardedWeights, max_context: int) -> None:
         dims = self.dims = weights.dims
+        self._weights = weights
         self.tp, self.max_context, self.device = weights.tp, max_context, weights.device
-        stacked = weights.stacked
-        self._layers = [self._views(weights, f"model.layers.{index}.") for index in range(dims.num_layers)]
-        self._embedding_VH = stacked["model.embed_tokens.weight"].flatten(0, 1)
-        head = "model.embed_tokens.weight" if dims.tied_embeddings else "lm_head.weight"
-        self._head_VH = stacked[head].flatten(0, 1)
-        self._final_norm = stacked["model.norm.weight"][0]
+        self._embedding_VH = weights.stacked["model.embed_tokens.weight"].flatten(0, 1)
+        self._final_norm = weights.stacked["model.norm.weight"][0]
+        self._keeps_copies = is_widened(self._embedding_VH)
+        self._layers: list[_Layer] = []
+        self._head_VH = self._embedding_VH[:0]
+        if not self._keeps_copies:
+            self._prepare()
         self._cos, self._sin = _rope_tables(max_context, dims.head_dim, dims.rope_theta, weights.dtype, weights.device)
         self._context = torch.arange(max_context, device=weights.device)
 
-    def _views(self, weights: ShardedWeights, prefix: str) -> _Layer:
-        dims = weights.dims
+    def forget_weights(self) -> None:
+        """To be called when the weights may have been written, or are about to be."""
+        if self._keeps_copies:
+            self._layers = []
+            self._head_VH = self._embedding_VH[:0]
+
+    def _prepare(self) -> None:
+        head = "model.embed_tokens.weight" if self.dims.tied_embeddings else "lm_head.weight"
+        self._layers = [self._layer(f"model.layers.{index}.") for index in range(self.dims.num_layers)]
+        self._head_VH = widened(self._weights.stacked[head].flatten(0, 1))
+
+    def _layer(self, prefix: str) -> _Layer:
+        dims = self.dims
 
         def ranks(name: str) -> torch.Tensor:
-            return weights.stacked[prefix + name]
+            return self._weights.stacked[prefix + name]
+
+        up = ranks("mlp.experts.w13_weight") if dims.num_experts else ranks("mlp.gate_up_proj.weight").flatten(0, 1)
+        down = ranks("mlp.experts.w2_weight" if dims.num_experts else "mlp.down_proj.weight")
 
         return _Layer(
             input_norm=ranks("input_layernorm.weight")[0],
-            qkv=ranks("self_attn.qkv_proj.weight").flatten(0, 1),
+            qkv=widened(ranks("self_attn.qkv_proj.weight").flatten(0, 1)),
             q_norm=ranks("self_attn.q_norm.weight")[0] if dims.qk_norm else None,
             k_norm=ranks("self_attn.k_norm.weight")[0] if dims.qk_norm else None,
-            output=ranks("self_attn.o_proj.weight"),
+            output=widened(ranks("self_attn.o_proj.weight")),
             mlp_norm=ranks("post_attention_layernorm.weight")[0],
             router=ranks("mlp.gate.weight")[0] if dims.num_experts else None,
-            up=ranks("mlp.experts.w13_weight") if dims.num_experts else ranks("mlp.gate_up_proj.weight").flatten(0, 1),
-            down=ranks("mlp.experts.w2_weight" if dims.num_experts else "mlp.down_proj.weight"),
+            up=widened(up),
+            down=widened(down),
         )
 
     def prefill(self, ids_BL: torch.Tensor, into: PromptSlots | None = None) -> torch.Tensor:
@@ -123,7 +141,7 @@ class Decoder:
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """fp32 logits [T, V]; columns of the padded vocabulary are -inf."""
-        logits_TV = F.linear(hidden_TH, self._head_VH).float()
+        logits_TV = linear(hidden_TH, self._head_VH).float()
         logits_TV[:, self.dims.vocab_size :] = float("-inf")
         return logits_TV
 
@@ -131,6 +149,8 @@ class Decoder:
         return torch.arange(num_sequences, device=self._context.device) * self.max_context
 
     def _forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attention) -> torch.Tensor:
+        if not self._layers:
+            self._prepare()
         epsilon = self.dims.norm_epsilon
         cos_TD, sin_TD = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
         hidden_TH = F.embedding(ids_T, self._embedding_VH)
@@ -152,7 +172,7 @@ class Decoder:
     ) -> torch.Tensor:
         dims, num_tokens = self.dims, len(normed_TH)
         num_query, num_kv = dims.num_heads // self.tp, local_kv_heads(dims, self.tp)
-        qkv = F.linear(normed_TH, layer.qkv).view(num_tokens, self.tp, num_query + 2 * num_kv, dims.head_dim)
+        qkv = linear(normed_TH, layer.qkv).view(num_tokens, self.tp, num_query + 2 * num_kv, dims.head_dim)
         query_key, value = qkv.split((num_query + num_kv, num_kv), dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
             scale = torch.cat((layer.q_norm.expand(num_query, -1), layer.k_norm.expand(num_kv, -1)))
@@ -162,22 +182,14 @@ class Decoder:
         query = query.reshape(num_tokens, heads, num_query // num_kv, dims.head_dim)
         key = key.reshape(num_tokens, heads, dims.head_dim)
         value = value.reshape(num_tokens, heads, dims.head_dim)
-        return _row_parallel(attend(index, query, key, value).reshape(num_tokens, self.tp, -1), layer.output)
+        return row_parallel(attend(index, query, key, value).reshape(num_tokens, self.tp, -1), layer.output)
 
     def _mlp(self, layer: _Layer, normed_TH: torch.Tensor) -> torch.Tensor:
         if layer.router is not None:
             weights, experts = route(F.linear(normed_TH, layer.router), self.dims.top_k, self.dims.norm_topk_prob)
-            return routed_mlp(normed_TH, weights, experts, layer.up, layer.down)
-        gate, up = F.linear(normed_TH, layer.up).view(len(normed_TH), self.tp, 2, -1).unbind(2)
-        return _row_parallel(F.silu(gate) * up, layer.down)
-
-
-def _row_parallel(inputs_TRI: torch.Tensor, weight_RHI: torch.Tensor) -> torch.Tensor:
-    """Sum over the ranks of each rank's inputs times its columns of the weight: [T, H]."""
-    output = torch.mm(inputs_TRI[:, 0], weight_RHI[0].t())
-    for rank in range(1, len(weight_RHI)):
-        output.addmm_(inputs_TRI[:, rank], weight_RHI[rank].t())
-    return output
+            return routed_mlp(normed_TH.to(layer.up.dtype), weights, experts, layer.up, layer.down).to(normed_TH.dtype)
+        gate, up = linear(normed_TH, layer.up).view(len(normed_TH), self.tp, 2, -1).unbind(2)
+        return row_parallel(F.silu(gate) * up, layer.down)
 
 
 def _rope_tables(

@@ -205,6 +205,7 @@ class EmbeddedEngine:
 
     def _pause(self, mode: str) -> None:
         self._paused = True
+        self._decoder.forget_weights()
         if mode == "abort":
             self._scheduler.abort()
         elif mode == "retract":
@@ -213,6 +214,7 @@ class EmbeddedEngine:
     def _resume(self) -> None:
         if self._dirty:
             raise EngineDirtyError("embedded engine: the weights are not one whole version; finish an update first")
+        self._decoder.forget_weights()
         self._paused = False
 
     def _load_weights(self, update: Mapping[str, Any]) -> PolicyVersion:
@@ -224,6 +226,7 @@ class EmbeddedEngine:
         elif phase in ("commit", "abandon") and not self._updating:
             raise RuntimeError(f"load_weights: phase '{phase}' without a begin")
         elif phase == "commit":
+            self._decoder.forget_weights()
             self._scheduler.set_version(PolicyVersion(int(update["version"])))
             self._dirty = self._updating = False
         elif phase == "abandon":

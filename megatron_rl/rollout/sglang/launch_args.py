@@ -21,7 +21,7 @@ CPU_LAYER_PATH = Path(__file__).parent / "cpu_layer" / "on_path"
 DERIVED_ARGS = frozenset(
     {
         *("model_path", "skip_tokenizer_init", "custom_weight_loader", "weight_version", "max_running_requests"),
-        *("host", "port", "tp_size", "nnodes", "node_rank", "dist_init_addr", "device"),
+        *("host", "port", "tp_size", "ep_size", "attn_dp_size", "nnodes", "node_rank", "dist_init_addr", "device"),
         *("config", "api_key", "admin_api_key"),
     }
 )
@@ -100,6 +100,7 @@ def plan_launch(
         "host": place.host,
         "port": place.port,
         "tp_size": section.tp_size,
+        **({"ep_size": section.ep_size} if section.ep_size > 1 else {}),
         "max_running_requests": section.num_concurrent,
         "weight_version": "0",
         "custom_weight_loader": CUSTOM_LOADER,

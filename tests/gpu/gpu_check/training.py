@@ -12,7 +12,7 @@ from gpu_check.models import draw_samples, one_rank_policy, section
 from gpu_check.sizes import Sizes
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.batching.build import build_train_batch
-from megatron_rl.config.sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.platforms.platform import Platform
 from megatron_rl.trainer.optimizer import inner_optimizers

@@ -6,13 +6,13 @@ import torch
 
 from megatron_rl.algorithms.corrections import (
     correction_weights,
-    divergence_gate,
     effective_sample_fraction,
     importance_weights,
     off_policy_sequence_mask,
     rejection_mask,
     self_normalise,
     staleness_mask,
+    token_divergence,
 )
 from megatron_rl.algorithms.segments import Segments
 
@@ -93,8 +93,27 @@ def test_opsm_drops_only_rows_with_a_negative_advantage_that_drifted() -> None:
 
 def test_divergence_gates() -> None:
     old_T, rollout_T = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.55, 0.9]).log()
-    assert divergence_gate(old_T, rollout_T, "tv", 0.1).tolist() == [True, False]
-    assert divergence_gate(old_T, rollout_T, "binary_kl", 0.05).tolist() == [True, False]
+    assert (token_divergence(old_T, rollout_T, "tv") <= 0.1).tolist() == [True, False]
+    assert (token_divergence(old_T, rollout_T, "binary_kl") <= 0.05).tolist() == [True, False]
+    forward, backward = (token_divergence(*pair, "binary_kl") for pair in ((old_T, rollout_T), (rollout_T, old_T)))
+    larger_T = token_divergence(old_T, rollout_T, "max_binary_kl")
+    assert torch.equal(larger_T, torch.maximum(forward, backward)) and not torch.equal(larger_T, forward)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("tv_mask", 0.2), ("binary_kl_mask", 0.05)])
+def test_gated_tokens_keep_their_ratio(kind: str, bound: float) -> None:
+    mask_T = torch.tensor(weights(kind, high=bound), dtype=torch.float64)
+    metric = "tv" if kind == "tv_mask" else "max_binary_kl"
+    rollout_T = torch.full((5,), -1.0, dtype=torch.float64)
+    kept_T = token_divergence(rollout_T + LOG_RHO_T, rollout_T, metric) <= bound
+    assert kept_T.any() and not kept_T.all()
+    torch.testing.assert_close(mask_T, RHO_T * kept_T)
+
+
+def test_geometric_truncation_is_one_weight_per_row() -> None:
+    first, second = np.sqrt(0.4 * 3.0), np.sqrt(1.0 * 0.9)
+    np.testing.assert_allclose(weights("geometric_tis", high=1.05), [1.05] * 2 + [second] * 3)
+    np.testing.assert_allclose(weights("geometric_tis"), [first] * 2 + [second] * 3)
 
 
 def test_stale_tokens_are_masked_by_version() -> None:

@@ -6,7 +6,7 @@ from megatron_rl.algorithms.aggregation import MODES
 from megatron_rl.algorithms.corrections import DEFAULT_BOUNDS
 from megatron_rl.algorithms.kl import ESTIMATORS
 from megatron_rl.algorithms.registry import ADVANTAGES, LOSSES
-from megatron_rl.config.sections import AlgorithmSection, CorrectionSection, KlSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, KlSection
 
 
 def choices(section: type, key: str) -> set[str]:

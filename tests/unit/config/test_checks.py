@@ -98,6 +98,49 @@ def test_the_example_is_sound(path: Path) -> None:
         ("algorithm.correction.high=2", "algorithm.correction.kind", "none takes no bounds"),
         ("algorithm.correction={kind: icepop, low: 5, high: 0.5}", "algorithm.correction.low", "below high 0.5, got 5"),
         ("algorithm={loss: aipo, correction: {kind: tis}}", "algorithm.correction.kind", "expected none, got tis"),
+        ("algorithm.tau_positive=2", "algorithm.tau_positive", "only loss sapo reads it, not gspo"),
+        ("algorithm.max_ratio=5", "algorithm.max_ratio", "only loss dppo_tv and dppo_kl"),
+        ("algorithm.covariance.fraction=0.1", "algorithm.covariance", "only loss clip_cov and kl_cov"),
+        ("algorithm.vespo.k_positive=1", "algorithm.vespo", "only loss vespo"),
+        ("algorithm={loss: sapo, tau_negative: 0}", "algorithm.tau_negative", "expected a value above 0, got 0"),
+        ("algorithm={loss: clip_cov, covariance: {low: 5, high: 1}}", "algorithm.covariance.low", "below high 1, got 5"),
+        ("algorithm.correction={kind: tv_mask, low: 0.1}", "algorithm.correction.low", "upper bound only"),
+        ("algorithm.reference.refresh_interval=3", "algorithm.reference.refresh_interval", "nothing reads the reference"),
+        ("algorithm.reference.path=x", "algorithm.reference.path", "kl.coefficient 0"),
+        (
+            "algorithm={kl: {coefficient: 0.1}, reference: {path: x, refresh_interval: 2}}",
+            "algorithm.reference.refresh_interval",
+            "a teacher is not replaced",
+        ),
+        ("algorithm.loss=none", "algorithm.kl.coefficient", "learns from the KL to the reference alone"),
+        (
+            "algorithm={loss: none, kl: {coefficient: 1}, skip_zero_variance_groups: true}",
+            "algorithm.skip_zero_variance_groups",
+            "every group teaches",
+        ),
+        ("algorithm.overlong_punishment.buffer_tokens=0", "algorithm.overlong_punishment.buffer_tokens", "needs a width"),
+        (
+            "algorithm.overlong_punishment={buffer_tokens: 9, max_tokens: 8}",
+            "algorithm.overlong_punishment.buffer_tokens",
+            "expected at most max_tokens 8, got 9",
+        ),
+        (
+            "algorithm.overlong_punishment.buffer_tokens=513",
+            "algorithm.overlong_punishment.buffer_tokens",
+            "rollout.sampling.max_new_tokens 512, got 513",
+        ),
+        (
+            "algorithm.overlong_punishment={buffer_tokens: 100, max_tokens: 612}",
+            "algorithm.overlong_punishment.max_tokens",
+            "reaches the ramp",
+        ),
+        ("algorithm.replay.num_groups=2", "algorithm.correction.kind", "sampled by older weights"),
+        (
+            "algorithm={advantage: gae, replay: {num_groups: 2}, correction: {kind: tis}}",
+            "algorithm.replay.num_groups",
+            "expected 0",
+        ),
+        ("algorithm.replay.beta=1.5", "algorithm.replay.beta", "at most 1, got 1.5"),
         ("trainer.optimizer.beta2=1", "trainer.optimizer.beta2", "below 1, got 1"),
         (
             "trainer.optimizer={schedule: cosine, learning_rate: 1e-6, min_learning_rate: 1e-5}",
@@ -138,6 +181,10 @@ def test_a_single_sample_has_no_signal_to_filter_by() -> None:
         "algorithm={loss: cispo, aggregation: token-mean, clip_low: 10}",
         "algorithm={loss: gspo_token, aggregation: token-mean}",
         "algorithm={advantage: reinforce_pp, loss: ppo, kl: {coefficient: 0.1, estimator: k1, placement: reward}}",
+        "algorithm={loss: none, kl: {coefficient: 1.0, estimator: unbiased}, reference: {path: teacher}}",
+        "algorithm={loss: kl_cov, covariance: {fraction: 0.01}}",
+        "algorithm.overlong_punishment.buffer_tokens=512",
+        "algorithm={replay: {num_groups: 2}, correction: {kind: tis}}",
         "rollout.eval_sampling={top_p: 0.7, temperature: 0}",
         "rollout={oversample: 2.5}",
         "rollout={schedule: one_step_off, oversample: 1.5}",
@@ -162,3 +209,8 @@ def test_layout_sizes_agree_with_counting() -> None:
         fits = any(tp * cp * pp * dp == num_ranks for dp in range(1, 8))
         experts_fit = any(etp * ep * pp * dp == num_ranks for dp in range(1, 8))
         assert (list(check_layout_sizes(layout)) == []) == (fits and experts_fit), layout
+
+
+def test_a_group_of_one_is_allowed_where_its_reward_counts(path: Path) -> None:
+    overrides = ["run.samples_per_prompt=1", "algorithm.advantage_of_one=reward"]
+    assert not check_experiment(load_experiment(path, overrides).config)

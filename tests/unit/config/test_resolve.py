@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.resolve import batch_equation, resolve
 from megatron_rl.config.sections import (
-    AlgorithmSection,
     DataSection,
     EmbeddedSection,
     ExperimentConfig,

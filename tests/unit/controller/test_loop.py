@@ -10,8 +10,8 @@ from types import MappingProxyType
 import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.sections import (
-    AlgorithmSection,
     RolloutSection,
     RunSection,
     SamplingSection,

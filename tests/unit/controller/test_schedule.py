@@ -10,6 +10,7 @@ from megatron_rl.config.sections import (
     RolloutSection,
     RunSection,
     SamplingSection,
+    SglangSection,
     SyncSection,
 )
 from megatron_rl.controller.schedule import build_producer, plan_schedule
@@ -44,8 +45,9 @@ def test_every_key_reaches_the_scheduler():
 
 
 def test_only_a_shared_cache_moves_the_limits():
-    for engine, expected in (("embedded", 0), ("sglang", 2)):
-        config = resolve(ExperimentConfig(rollout=RolloutSection(engine=engine)))
+    for engine, follows, expected in (("embedded", True, 0), ("sglang", False, 0), ("sglang", True, 2)):
+        sglang = SglangSection(follows_kv_use=follows)
+        config = resolve(ExperimentConfig(rollout=RolloutSection(engine=engine, sglang=sglang)))
         producer = build_producer(
             config.run, config.rollout, SyncSection(pause_mode="abort"), [object(), object()], [4, 6],
             lambda *_: None, SamplingParams(8), lambda count: [],

@@ -142,7 +142,7 @@ class Run:
 
     async def batches(self, count, train_turns=10):
         out = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             for _ in range(count):
                 groups, stats = await self.producer.next_batch()
                 out.append((self.version, groups, stats))
@@ -267,7 +267,7 @@ def test_the_first_error_of_an_engine_or_a_reward_is_raised_where_the_batch_is_a
     async def go(engines, **options):
         made = Run(engines, [4] * len(engines), **options)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 await made.producer.next_batch()
         finally:
             await made.producer.close()

@@ -7,6 +7,7 @@ from megatron_rl.algorithms.advantages.group import (
     batch_scaled_advantages,
     dr_grpo_advantages,
     grpo_advantages,
+    leave_one_out_advantages,
     opo_advantages,
     pass_at_k_advantages,
     rloo_advantages,
@@ -28,7 +29,29 @@ def test_leave_one_out_is_the_mean_of_the_others() -> None:
     np.testing.assert_allclose(rloo_advantages(rewards), expected)
 
 
-@pytest.mark.parametrize("function", [grpo_advantages, dr_grpo_advantages, rloo_advantages, pass_at_k_advantages])
+def test_leave_one_out_divides_by_the_deviation_of_the_others() -> None:
+    rewards = np.random.default_rng(1).normal(size=6)
+    others = [np.delete(rewards, i) for i in range(6)]
+    expected = [(r - o.mean()) / (o.std(ddof=1) + 1e-3) for r, o in zip(rewards, others, strict=True)]
+    np.testing.assert_allclose(leave_one_out_advantages(rewards, epsilon=1e-3), expected)
+    first, *rest = leave_one_out_advantages(ONE_OF_FOUR, epsilon=0)
+    assert first == 1.0  # the others are all 0: nothing to divide by
+    np.testing.assert_allclose(rest, -(1 / 3) / np.std([1, 0, 0], ddof=1))
+
+
+def test_a_group_of_one_may_keep_its_reward() -> None:
+    alone = np.array([3.0])
+    assert grpo_advantages(alone, epsilon=0.5, of_one="reward").tolist() == [2.0]
+    for function in (dr_grpo_advantages, rloo_advantages, leave_one_out_advantages):
+        assert function(alone, of_one="reward").tolist() == [3.0] and function(alone).tolist() == [0.0]
+    assert opo_advantages(alone, np.array([7]), of_one="reward").tolist() == [3.0]
+    assert not grpo_advantages(np.array([3.0, 3.0]), of_one="reward").any()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [grpo_advantages, dr_grpo_advantages, rloo_advantages, leave_one_out_advantages, pass_at_k_advantages],
+)
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [0.1 + 0.2] * 3, [5.0], [-1.0, -1.0]])
 def test_a_group_without_difference_is_exactly_zero(function: object, rewards: list[float]) -> None:
     """The deviation of seven times 0.1 is 1e-17, not 0: divided by an epsilon of 0 it would be noise."""

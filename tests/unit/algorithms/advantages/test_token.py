@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.advantages.token import count_per_sequence, token_advantages, token_rewards
-from megatron_rl.config.sections import AlgorithmSection, KlSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, KlSection
 
 MASK_T = np.array([False, True, True, False, False, False, True, False, True])
 CU_SEQLENS = np.array([0, 4, 5, 9])  # trained tokens 1, 2 | none | 6, 8

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.model_families.declaration import ModelDims
+from megatron_rl.rollout.embedded import products
 from megatron_rl.rollout.embedded.decoder import Decoder, PromptSlots
 from megatron_rl.rollout.embedded.kv_cache import KVCache
 from megatron_rl.rollout.embedded.weights import ShardedWeights
@@ -78,6 +79,27 @@ def test_bfloat16_stays_close_to_float32(dims: ModelDims) -> None:
         error = (logits[..., : dims.vocab_size].log_softmax(-1) - exact).abs()
     assert error.mean() < 1.5 * (reference - exact).abs().mean()  # no worse than transformers in bf16
     assert error.mean() > 0
+
+
+@pytest.mark.parametrize("dims", [dataclasses.replace(MOE, moe_ffn_size=48), DENSE], ids=["moe", "dense"])
+def test_widened_copies_follow_the_weights(dims: ModelDims, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(dims.vocab_size, (2, 5), generator=torch.Generator().manual_seed(6))
+    weights = ShardedWeights(dims, 2 if dims.num_experts else 3, torch.bfloat16)
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        return decoder.logits(decoder.prefill(ids).flatten(0, 1))[:, : dims.vocab_size]
+
+    with torch.inference_mode():
+        monkeypatch.setattr(products, "lacks_bf16_units", lambda: False)
+        stored = Decoder(weights, max_context=9)
+        monkeypatch.setattr(products, "lacks_bf16_units", lambda: True)
+        widened = Decoder(weights, max_context=9)
+        for seed in (1, 2):
+            fill(weights, hf_model(dims, seed=seed, scale=0.1).bfloat16())
+            widened.forget_weights()
+            plain = logits(stored)
+            # Two roundings apart at most: the copies hold the same values.
+            assert (logits(widened) - plain).abs().max() < 0.02 * plain.abs().max()
 
 
 def test_padded_vocabulary_has_no_probability() -> None:
