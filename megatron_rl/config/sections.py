@@ -290,6 +290,42 @@ class TrainerSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuePretrainingSection:
+    """Steps of the critic alone, on rollouts of the policy as it is before RL; `num_steps` 0 is off.
+
+    Targets are Monte-Carlo returns (lambda 1). It ends after `num_steps`, or before that when the values explain
+    `explained_variance` of the variance of returns that they were not trained on yet.
+    """
+
+    num_steps: int = 0
+    explained_variance: float | None = None
+    """None: no early end."""
+    optimizer: OptimizerSection | None = None
+    """None: as `critic.optimizer`, at a constant rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSection:
+    """The value model of algorithms that need values (advantage gae); unused by others.
+
+    It has the policy's decoder with a scalar head.
+    """
+
+    layout: LayoutSection | None = None
+    """Ranks of its own, beside the trainer's; None: it takes turns with the policy on the trainer's ranks, in their layout."""
+
+    path: str | None = None
+    """A reward model's Hugging Face folder (the policy's architecture with `score.weight`); None: the policy's weights at
+    the beginning of RL and a head of zeros."""
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(learning_rate=2e-6))
+    value_clip: float | None = 0.5
+    """How far a value may move from the one before the step; None: off."""
+    inner_epochs: int | None = None
+    """Passes over the batch of a step; None: as `trainer.inner_epochs`."""
+    pretraining: ValuePretrainingSection = field(default_factory=ValuePretrainingSection)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncSection:
     """Weight sync from trainer to engines."""
 
@@ -338,6 +374,7 @@ class ExperimentConfig:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     sync: SyncSection = field(default_factory=SyncSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

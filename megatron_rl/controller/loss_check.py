@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -96,8 +96,8 @@ def _gap(value: float, reference: float, scale: float | None = None) -> float:
 
 def _launch(
     section: AlgorithmSection, family: str, cases: Sequence[CheckCase], world_size: int, seed: int, timeout_s: float
-) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each case, as rank 0 reports them."""
+) -> Iterator[tuple[float, float]]:
+    """(loss, gradient norm) of each case, as rank 0 reports them, when they come."""
     context = mp.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -112,7 +112,7 @@ def _launch(
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
-        return _answers(pipes, time.monotonic() + timeout_s)[0]
+        yield from _results(pipes, len(cases), time.monotonic() + timeout_s)
     finally:
         for process in processes:
             if process.is_alive():
@@ -120,28 +120,29 @@ def _launch(
             process.join()
 
 
-def _answers(pipes: Sequence[Connection], deadline: float) -> list[Any]:
-    """What every rank sent, in their order. The first failure is raised at once: the others may wait for that rank."""
-    answers: dict[int, Any] = {}
-    while len(answers) < len(pipes):
-        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
-        ready = wait(list(missing), timeout=max(deadline - time.monotonic(), 0.0))
+def _results(pipes: Sequence[Connection], num_cases: int, deadline: float) -> Iterator[tuple[float, float]]:
+    """Rank 0's results one by one. The first failure of any rank is raised at once: the others may wait for that rank."""
+    missing = dict.fromkeys(range(len(pipes)), num_cases)
+    while missing:
+        ready = wait([pipes[rank] for rank in missing], timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
-            raise LossCheckError(f"ranks {sorted(missing.values())} did not answer in time")
-        for pipe in ready:
-            rank = missing[pipe]  # type: ignore[index]
+            raise LossCheckError(f"ranks {sorted(missing)} did not answer in time")
+        for rank in [rank for rank in missing if pipes[rank] in ready]:
             try:
-                is_done, answer = pipe.recv()  # type: ignore[union-attr]
+                is_done, answer = pipes[rank].recv()
             except EOFError:
                 raise LossCheckError(f"rank {rank} died without an answer") from None
             if not is_done:
                 raise LossCheckError(f"rank {rank} failed:\n{answer}")
-            answers[rank] = answer
-    return [answers[rank] for rank in range(len(pipes))]
+            missing[rank] -= 1
+            if missing[rank] == 0:
+                del missing[rank]
+            if rank == 0:
+                yield answer
 
 
 def _rank_process(pipe: Connection, *arguments: Any) -> None:
-    """The body of one rank's process: (True, results) or (False, traceback) goes through `pipe`.
+    """The body of one rank's process: (True, result) per case, or (False, traceback), goes through `pipe`.
 
     Megatron is imported here alone: the parent needs none of it.
     """
@@ -149,7 +150,8 @@ def _rank_process(pipe: Connection, *arguments: Any) -> None:
     from megatron_rl.controller.loss_check_rank import run_rank
 
     try:
-        pipe.send((True, run_rank(*arguments)))
+        for result in run_rank(*arguments):
+            pipe.send((True, result))
     except BaseException:  # whatever it was, the person must see it; the parent ends the other ranks
         pipe.send((False, traceback.format_exc()))
         raise
