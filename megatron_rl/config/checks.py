@@ -43,6 +43,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_schedule(config.run, config.rollout, config.sync)
     problems += check_optimizer(config.trainer.optimizer, "trainer.optimizer")
     problems += check_critic(config.critic, config.algorithm)
+    problems += check_sync(config.sync)
     problems += check_shared_prompts(config.trainer)
     return problems
 
@@ -179,6 +180,16 @@ def check_critic(critic: CriticSection, algorithm: AlgorithmSection) -> Iterator
     if critic.layout is not None and algorithm.kl.coefficient and algorithm.kl.placement == "reward":
         reason = "a critic on ranks of its own does not see the policy's KL in the reward; expected null (the trainer's ranks)"
         yield "critic.layout", f"{reason} or algorithm.kl.placement=loss"
+
+
+def check_sync(sync: SyncSection) -> Iterator[Problem]:
+    if sync.transport == "disk" and sync.directory is None:
+        yield "sync.directory", "transport disk needs a folder that trainers and engines share"
+    if sync.transport != "disk" and sync.directory is not None:
+        yield "sync.directory", f"transport {sync.transport} writes no files; remove it or set sync.transport: disk"
+    if sync.full_sync_interval > 1 and sync.transport not in ("auto", "p2p"):
+        reason = f"deltas travel over p2p, transport is {sync.transport}; expected 1, got {sync.full_sync_interval}"
+        yield "sync.full_sync_interval", reason
 
 
 def check_shared_prompts(trainer: TrainerSection) -> Iterator[Problem]:

@@ -329,13 +329,26 @@ class CriticSection:
 class SyncSection:
     """Weight sync from trainer to engines."""
 
-    transport: Literal["tcp", "cuda_ipc"] = "tcp"
-    """`cuda_ipc`: trainer and engine ranks share a GPU, and slices are handed over in its memory."""
-    bucket_bytes: int = 64 * 1024 * 1024
+    transport: Literal["auto", "p2p", "ipc", "disk"] = "auto"
+    """`p2p`: over the network, from parameters into parameters; `ipc`: trainer and engine rank share a machine and hand
+    memory over; `disk`: through `directory`; `auto`: per pair of ranks `ipc` where it can be, else `p2p`."""
+    directory: str | None = None
+    """disk: a folder on a file system that trainers and engines share."""
+    staging: Literal["none", "host"] = "none"
+    """`none`: slices land in the weights of paused engines; a failed sync leaves them paused. `host`: they land in host
+    memory beside weights that keep serving, and are swapped in when all have arrived."""
+    full_sync_interval: int = 1
+    """Over p2p: every n-th version is sent whole, those between as lossless deltas (and whole wherever an engine rank does
+    not hold the version before); 1: always whole. Trainer ranks keep what they sent, 2 bytes per weight."""
+    bucket_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 300.0
     pause_mode: Literal["retract", "in_place", "abort"] | None = None
     """What becomes of running samples: `retract` drops their KV cache, `in_place` keeps it, `abort` hands them back to the
     controller, which may resume them on another engine. None: by `rollout.partial.kv`."""
+    probe_interval: int = 20
+    """After the first and every n-th sync a fixed batch is scored by trainer and engines and compared; 0: never."""
+    probe_tolerance: float = 0.1
+    """The largest mean difference in log-prob per token that a probe accepts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
+from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.remote import CriticGroup, PolicyAndCritic, RankGroup, RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.schedule import build_producer
@@ -34,7 +35,7 @@ from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.telemetry.build import build_telemetry
@@ -44,6 +45,7 @@ from megatron_rl.types.rollout import SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
+NUM_PROBE_PROMPTS = 4
 
 
 class UnservedError(ValueError):
@@ -102,9 +104,9 @@ class Experiment:
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
             )  # fmt: skip
-            weight_sync = WeightSync(
-                self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
-            )
+            sync = config.sync
+            probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
+            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
             batcher = Batcher(
                 self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
             )
@@ -294,6 +296,11 @@ def check_engine_is_served(section: RolloutSection) -> None:
             f"rollout.sglang.attn_dp_size={section.sglang.attn_dp_size}: SGLang updates no weights under data-parallel "
             "attention; set it to 1"
         )
+
+
+def probe_tokens(data: DataBundle) -> list[tuple[int, ...]]:
+    """What probes score: the first prompts of the evaluation."""
+    return [prompt.token_ids for prompt in data.eval_prompts[:NUM_PROBE_PROMPTS]]
 
 
 def receiver_key(section: RolloutSection) -> bytes:

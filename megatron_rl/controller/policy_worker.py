@@ -7,28 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.batching.build import build_microbatch
 from megatron_rl.checkpoint.hf_export import write_export_part
 from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.algorithm_sections import ReferenceSection
-from megatron_rl.config.sections import OptimizerSection
+from megatron_rl.config.sections import OptimizerSection, SyncSection
 from megatron_rl.controller.critic_worker import CriticPart, ValuesBySample, join, mean_metrics, with_values
 from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.setups import WorkerSetup
-from megatron_rl.resharding.execute import Address, execute_send
+from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.choice import annotate_choice
 from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.trainer.token_advantages import add_token_advantages
-from megatron_rl.types.resharding import ShardDigest, SourceParam
-from megatron_rl.types.training import Microbatch, TrainBatch
+from megatron_rl.types.resharding import ShardDigest, SourceParam, SyncOrder
+from megatron_rl.types.training import Microbatch, TrainBatch, TrainSample
 
 
 class PolicyWorker:
@@ -37,6 +41,7 @@ class PolicyWorker:
     def __init__(self, setup: WorkerSetup, rank: int, interface: str = "127.0.0.1") -> None:
         self._setup, self._rank, self._interface = setup, rank, interface
         self._algorithm = build_algorithm(setup.algorithm)
+        self._sender: WeightSender | None = None
         self._reference: Reference | None = None
         torch.set_num_threads(setup.section.num_threads)
 
@@ -113,7 +118,7 @@ class PolicyWorker:
         steps = [self._trainer.sft_minibatch(m.microbatches[0], m.denominators) for m in batch.minibatches]
         return mean_metrics(steps) if self._rank == 0 else None
 
-    def send_weights(self, addresses: Sequence[Address], key: bytes, dtype: str, version: int) -> list[ShardDigest]:
+    def send_weights(self, order: SyncOrder, key: bytes) -> list[ShardDigest]:
         """Send this rank's boxes to the engine ranks."""
         setup = self._setup
         plan = build_reshard_plan(
@@ -127,18 +132,24 @@ class PolicyWorker:
         chunks = self._trainer.chunk_parameters()
         held = {SourceParam(n, name): tuple(p.shape) for n, chunk in enumerate(chunks) for name, p in chunk.items()}
         check_held(setup.model.family, plan.key, self._rank, held)
-        return execute_send(
-            plan,
-            self._rank,
-            chunks,
-            addresses,
-            key=key,
-            version=version,
-            dtype=getattr(torch, dtype),
-            bucket_bytes=setup.sync.bucket_bytes,
-            timeout_s=setup.sync.timeout_s,
-            transport=setup.sync.transport,
-        )
+        if self._sender is None or self._sender.plan is not plan or self._sender.addresses != order.addresses:
+            self._close_sender()
+            self._sender = WeightSender(plan, self._rank, order.addresses, key, send_options(setup.sync))
+        return self._sender.send(chunks, order)
+
+    def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-prob (float32, temperature 1) of each token given those before it; 0 for the first."""
+        samples = [scored_sample(number, ids) for number, ids in enumerate(token_ids)]
+        batch = [build_microbatch(samples, range(len(samples)))]
+        if self._setup.layout.virtual_pp > 1:  # an interleaved pipeline takes a multiple of its stages
+            batch += [build_microbatch([], [])] * (self._setup.layout.pp - 1)
+        trainer = self._trainer
+        sampling_temperature, trainer.temperature = trainer.temperature, 1.0
+        try:
+            packed_T = trainer.compute_logprobs(batch)[0]
+        finally:
+            trainer.temperature = sampling_temperature
+        return np.split(packed_T, np.cumsum([len(ids) for ids in token_ids])[:-1])
 
     def export_part(self, folder: str) -> None:
         """Write this rank's part of a Hugging Face export; replicas write nothing."""
@@ -155,7 +166,13 @@ class PolicyWorker:
         )
 
     def stop(self) -> None:
+        self._close_sender()
         destroy_distributed()
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
 
     def _annotated(
         self, batch: TrainBatch, values: ValuesBySample | None
@@ -218,3 +235,23 @@ class PolicyWorker:
     @property
     def _spec(self) -> str:
         return "te" if self._trainer.uses_transformer_engine else "local"
+
+
+def send_options(section: SyncSection) -> SendOptions:
+    return SendOptions(
+        bucket_bytes=section.bucket_bytes,
+        timeout_s=section.timeout_s,
+        transport=section.transport,
+        directory=None if section.directory is None else Path(section.directory),
+        full_interval=section.full_sync_interval,
+    )
+
+
+def scored_sample(number: int, token_ids: Sequence[int]) -> TrainSample:
+    """A sequence of which every token but the first is scored."""
+    length = len(token_ids)
+    return TrainSample(
+        sample_id=str(number), group_id=str(number), token_ids_L=np.array(token_ids, dtype=np.int64),
+        loss_mask_L=np.arange(length) > 0, rollout_logprobs_L=np.zeros(length, np.float32),
+        versions_L=np.zeros(length, np.int32), reward=0.0, advantage=0.0, is_correct=False, is_truncated=False,
+    )  # fmt: skip

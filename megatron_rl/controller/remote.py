@@ -13,9 +13,9 @@ from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.batcher import StepBatch, share_of
 from megatron_rl.controller.request_stream import RequestStream
 from megatron_rl.layout.coords import coords_of
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.types.layout import ParallelLayout
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion, RolloutSegment
 from megatron_rl.types.training import TrainBatch
 
@@ -176,9 +176,12 @@ class TrainerGroup(RankGroup):
         """Train the critic alone; metrics over all ranks."""
         return await self._metrics("value_step", batch.policy)
 
-    async def send_weights(self, addresses: Sequence[Address], dtype: str, version: int) -> list[ShardDigest]:
-        sent = await self._all("send_weights", list(addresses), self._key, dtype, version)
+    async def send_weights(self, order: SyncOrder) -> list[ShardDigest]:
+        sent = await self._all("send_weights", order, self._key)
         return [digest for digests in sent for digest in digests]
+
+    async def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return (await self._all("score_tokens", token_ids))[0]
 
     async def export_parts(self, folder: str) -> None:
         await self._all("export_part", folder)

@@ -41,6 +41,11 @@ def test_the_example_is_sound(path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key_path", "reason"),
     [
+        ("sync.transport=disk", "sync.directory", "needs a folder"),
+        ("sync.directory=x", "sync.directory", "transport auto writes no files"),
+        ("sync={transport: ipc, full_sync_interval: 8}", "sync.full_sync_interval", "transport is ipc; expected 1, got 8"),
+        ("sync.full_sync_interval=0", "sync.full_sync_interval", "at least 1, got 0"),
+        ("sync.probe_tolerance=0", "sync.probe_tolerance", "above 0, got 0"),
         ("model.path=null", "model", "set model.path"),
         ("model.dims.hidden_size=3", "model.dims", "keep one"),
         ("model={path: null, family: null, dims: {a: 1}}", "model.family", "random start needs the family"),
@@ -205,6 +210,8 @@ def test_a_single_sample_has_no_signal_to_filter_by() -> None:
         "rollout.eval_sampling={top_p: 0.7, temperature: 0}",
         "rollout={oversample: 2.5}",
         "rollout={schedule: one_step_off, oversample: 1.5}",
+        "sync={transport: disk, directory: shared/weights, staging: host}",
+        "sync={full_sync_interval: 20, probe_interval: 0}",
         "trainer.optimizer.learning_rate=0",
         "trainer.layout={tp: 2, cp: 3, pp: 2, ep: 4, num_ranks: 24, virtual_pp: 2}",
     ],
