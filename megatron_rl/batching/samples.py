@@ -12,12 +12,16 @@ from megatron_rl.types.training import TrainSample
 
 
 def build_samples(
-    groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[float]], mask_truncated: bool
+    groups: Sequence[TrajectoryGroup],
+    advantages: Sequence[Sequence[float]],
+    mask_truncated: bool,
+    oldest_version: int = 0,
 ) -> list[TrainSample]:
     """One sample per trajectory, in the order of the groups.
 
     `advantages[g][i]` is the scalar of trajectory i of group g. With `mask_truncated` (DAPO's over-long filter,
-    arXiv 2503.14476) a trajectory that ended on the length limit keeps its place in the batch but trains no token.
+    arXiv 2503.14476) a trajectory that ended on the length limit keeps its place in the batch but trains no token. Tokens
+    that a version before `oldest_version` sampled train nothing either.
 
     Raises ValueError when the shapes disagree, a trajectory has no reward, or a reward or advantage is not finite.
     """
@@ -30,11 +34,13 @@ def build_samples(
                 f"group {group.group_id}: {len(group.trajectories)} trajectories but {len(group_advantages)} advantages"
             )
         for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
-            samples.append(_build_sample(trajectory, group.group_id, float(advantage), mask_truncated))
+            samples.append(_build_sample(trajectory, group.group_id, float(advantage), mask_truncated, oldest_version))
     return samples
 
 
-def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_truncated: bool) -> TrainSample:
+def _build_sample(
+    trajectory: Trajectory, group_id: str, advantage: float, mask_truncated: bool, oldest_version: int
+) -> TrainSample:
     result = reward_of(trajectory)
     if not np.isfinite(advantage):
         raise ValueError(
@@ -53,6 +59,7 @@ def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_
     rollout_logprobs_L[num_prompt:] = trajectory.response_logprobs
     versions_L = np.full(length, -1, dtype=np.int32)
     versions_L[num_prompt:] = trajectory.response_versions
+    loss_mask_L[num_prompt:] &= versions_L[num_prompt:] >= oldest_version
     return TrainSample(
         sample_id=trajectory.trajectory_id,
         group_id=group_id,

@@ -12,7 +12,7 @@ from megatron_rl.config.algorithm_checks import check_algorithm, check_overlong_
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
-from megatron_rl.config.resolve import derive_etp
+from megatron_rl.config.resolve import derive_etp, derive_max_staleness
 from megatron_rl.config.sections import (
     AlgorithmSection,
     CriticSection,
@@ -40,6 +40,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
+    problems += check_schedule(config.run, config.rollout, config.sync)
     problems += check_optimizer(config.trainer.optimizer, "trainer.optimizer")
     problems += check_critic(config.critic, config.algorithm)
     problems += check_sync(config.sync)
@@ -140,6 +141,27 @@ def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Proble
     if len(sglang.receiver_dirs) != len(sglang.urls):
         reason = f"expected one per engine of rollout.sglang.urls ({len(sglang.urls)}), got {len(sglang.receiver_dirs)}"
         yield "rollout.sglang.receiver_dirs", reason
+
+
+def check_schedule(run: RunSection, rollout: RolloutSection, sync: SyncSection) -> Iterator[Problem]:
+    """What rollouts may do beside training."""
+    cap, kind = derive_max_staleness(rollout), rollout.schedule
+    if kind == "one_step_off" and cap < 1:
+        yield "rollout.max_staleness", f"expected at least 1 with schedule one_step_off, got {cap}"
+    num_batches = cap if kind == "one_step_off" else cap + 1
+    if kind == "asynchronous" and rollout.oversample != 1:
+        reason = f"expected 1 with schedule asynchronous (max_staleness says how much runs), got {rollout.oversample:g}"
+        yield "rollout.oversample", reason
+    elif rollout.oversample > max(num_batches, 1):
+        reason = f"expected at most {num_batches} with max_staleness {cap}, got {rollout.oversample:g}: the rest grows too old"
+        yield "rollout.oversample", reason
+    allowed = {"keep": ("in_place",), "drop": ("retract", "abort"), "auto": (), None: ("retract", "in_place", "abort")}
+    if sync.pause_mode is not None and sync.pause_mode not in allowed[rollout.partial.kv]:
+        expected = " or ".join((*allowed[rollout.partial.kv], "nothing"))
+        yield "sync.pause_mode", f"expected {expected} with rollout.partial.kv {rollout.partial.kv}, got {sync.pause_mode}"
+    if rollout.dynamic_sampling.enabled and run.samples_per_prompt < 2:
+        reason = "expected at least 2 with rollout.dynamic_sampling: a single sample is always all correct or all wrong"
+        yield "run.samples_per_prompt", reason
 
 
 def check_optimizer(optimizer: OptimizerSection, path: str) -> Iterator[Problem]:

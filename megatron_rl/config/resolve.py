@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
-from megatron_rl.config.sections import CriticSection, ExperimentConfig, LayoutSection, RolloutSection
+from megatron_rl.config.sections import CriticSection, ExperimentConfig, LayoutSection, RolloutSection, SyncSection
 from megatron_rl.config.yaml_tree import dump_plain
 
 
@@ -16,12 +17,14 @@ def resolve(config: ExperimentConfig) -> ExperimentConfig:
     run, tokenizer = config.run, config.data.tokenizer
     if tokenizer.kind == "hf" and tokenizer.path is None:
         tokenizer = dataclasses.replace(tokenizer, path=config.model.path)
+    rollout, sync = _resolve_pause(config.rollout, config.sync)
     return dataclasses.replace(
         config,
+        sync=sync,
         run=dataclasses.replace(run, directory=run.directory.replace("{name}", run.name)),
         data=dataclasses.replace(config.data, tokenizer=tokenizer),
         algorithm=_resolve_algorithm(config.algorithm, config.rollout.sampling.max_new_tokens),
-        rollout=_resolve_rollout(config.rollout, config.data.max_prompt_tokens, config.model.dtype),
+        rollout=_resolve_rollout(rollout, config.data.max_prompt_tokens, config.model.dtype),
         trainer=dataclasses.replace(config.trainer, layout=_resolve_layout(config.trainer.layout)),
         critic=_resolve_critic(config.critic, config.trainer.inner_epochs),
     )
@@ -67,7 +70,28 @@ def _resolve_rollout(rollout: RolloutSection, max_prompt_tokens: int, dtype: Any
         max_context=longest if embedded.max_context is None else embedded.max_context,
         dtype=dtype if embedded.dtype is None else embedded.dtype,
     )
-    return dataclasses.replace(rollout, eval_sampling=eval_sampling, embedded=embedded)
+    max_staleness = derive_max_staleness(rollout)
+    return dataclasses.replace(rollout, eval_sampling=eval_sampling, embedded=embedded, max_staleness=max_staleness)
+
+
+def derive_max_staleness(rollout: RolloutSection) -> int:
+    """The least with which every group that is started can be trained; one more than it needs when asynchronous."""
+    if rollout.max_staleness is not None:
+        return rollout.max_staleness
+    if rollout.schedule == "asynchronous":
+        return 2
+    return math.ceil(rollout.oversample) - (1 if rollout.schedule == "lockstep" else 0)
+
+
+def _resolve_pause(rollout: RolloutSection, sync: SyncSection) -> tuple[RolloutSection, SyncSection]:
+    """`rollout.partial.kv` and `sync.pause_mode` say the same; either may be left out. `auto` leaves the mode open."""
+    kv, mode = rollout.partial.kv, sync.pause_mode
+    if kv is None:
+        kv = "keep" if mode == "in_place" else "drop"
+    if mode is None and kv != "auto":
+        mode = "in_place" if kv == "keep" else "retract"
+    partial = dataclasses.replace(rollout.partial, kv=kv)
+    return dataclasses.replace(rollout, partial=partial), dataclasses.replace(sync, pause_mode=mode)
 
 
 def dump_yaml(config: ExperimentConfig) -> str:

@@ -151,15 +151,65 @@ class SglangSection:
     """For `urls`: the directory (MEGATRON_RL_RECEIVER_DIR) of each engine's receivers, all with the same `key` file."""
     num_concurrent: int = 64
     """Requests that one engine runs at once."""
+    follows_kv_use: bool = False
+    """Let the number of requests follow the use of the KV cache, asked every second; `num_concurrent` is the most."""
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     server_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
+class PartialSection:
+    """Samples that are not finished when the weights change (docs/rollout.md)."""
+
+    kv: Literal["keep", "drop", "auto"] | None = None
+    """Their KV cache: `keep` it with the old weights' entries, `drop` it and prefill again, `auto`: by how full it is and
+    how fast the engine prefills. None: as `sync.pause_mode`, else drop."""
+    phase_tokens: int | None = None
+    """The most tokens that one sample gets under one version; None: no limit."""
+    max_versions: int | None = None
+    """A sample that more versions than this would sample is dropped, and counted; None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSamplingSection:
+    """Leave out groups that are all correct or all wrong (the unshaped metric), and generate others in their place."""
+
+    enabled: bool = False
+    max_oversample_factor: float = 4.0
+    """A step filters at most this many batches less one; then it trains on what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPoolSection:
+    """Where rewards are computed. `num_workers` 0: in the controller, between two answers; fast rewards need no more."""
+
+    num_workers: int = 0
+    """Processes of their own. A reward that hangs or crashes there costs its one sample's reward."""
+    timeout_s: float = 30.0
+    memory_bytes: int = 8 * 1024**3
+    """Address space of one worker."""
+    cache_size: int = 0
+    """Rewards remembered by prompt and text; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSection:
     engine: Literal["embedded", "sglang"] = "embedded"
     num_engines: int = 1
+    schedule: Literal["lockstep", "one_step_off", "asynchronous"] = "lockstep"
+    """When engines generate beside training: never; the next batch, whole; always, under changing weights."""
+    max_staleness: int | None = None
+    """No token is trained that is older than this many versions. None: 0 in lockstep, 1 one_step_off (both more where
+    `oversample` needs it), 2 asynchronous."""
+    over_age: Literal["wait", "mask", "drop_sample", "drop_group"] = "wait"
+    """What becomes of what would grow older: batches wait for it, its old tokens get no loss, it or its group is dropped."""
+    oversample: float = 1.0
+    """Groups under way over the groups of a batch (lockstep, one_step_off): the batch is cut when it is full, the rest
+    goes on in the next step."""
+    partial: PartialSection = field(default_factory=PartialSection)
+    dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
+    rewards: RewardPoolSection = field(default_factory=RewardPoolSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     eval_sampling: SamplingSection | None = None
     """None: as `sampling`."""
@@ -292,7 +342,9 @@ class SyncSection:
     not hold the version before); 1: always whole. Trainer ranks keep what they sent, 2 bytes per weight."""
     bucket_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 300.0
-    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    pause_mode: Literal["retract", "in_place", "abort"] | None = None
+    """What becomes of running samples: `retract` drops their KV cache, `in_place` keeps it, `abort` hands them back to the
+    controller, which may resume them on another engine. None: by `rollout.partial.kv`."""
     probe_interval: int = 20
     """After the first and every n-th sync a fixed batch is scored by trainer and engines and compared; 0: never."""
     probe_tolerance: float = 0.1

@@ -54,10 +54,11 @@ class Batcher:
         least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
         self._min_shared_prompt = least if shares_prompts else None
 
-    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> StepBatch | None:
-        """The batch of a training step; None when every group was left out for want of variance.
+    def build(self, groups: Sequence[TrajectoryGroup], step: int, oldest_version: int = 0) -> StepBatch | None:
+        """The batch of a training step; tokens of `groups` that versions before `oldest_version` sampled get no loss.
 
-        Raises ValueError, naming the prompt, for a reward that is missing or not finite.
+        None when nothing is left to train: every group was left out for want of variance, or every token is too old. Raises
+        ValueError, naming the prompt, for a reward that is missing or not finite.
         """
         section = self._algorithm.section
         groups = [punish_overlong(group, section.overlong_punishment) for group in groups]
@@ -68,16 +69,20 @@ class Batcher:
         rewards = [[reward_of(t).reward for t in group.trajectories] for group in groups]
         counts = [[self._num_trained(t) for t in group.trajectories] for group in groups]
         fresh = [ScoredGroup(*pair) for pair in zip(groups, self._algorithm.group_advantages(rewards, counts), strict=True)]
-        scored = fresh + self._replay.draw(np.random.default_rng([self._run.seed, step]))
+        replayed = self._replay.draw(np.random.default_rng([self._run.seed, step]))
         self._replay.add(fresh)
-        samples = build_samples(
-            [item.group for item in scored], [item.advantages_G.tolist() for item in scored], section.mask_truncated
-        )
+        samples = self._samples(fresh, oldest_version) + self._samples(replayed, 0)  # replay is old on purpose
+        if oldest_version and not any(sample.loss_mask_L.any() for sample in samples):
+            return None
         num_parts = self._trainer.minibatches_per_step, self._trainer.inner_epochs
         return StepBatch(
             self._pack(self._layout, samples, *num_parts, step),
             None if self._critic_layout is None else self._pack(self._critic_layout, samples, *num_parts, step),
         )
+
+    def _samples(self, scored: Sequence[ScoredGroup], oldest_version: int) -> list[TrainSample]:
+        groups, advantages = [item.group for item in scored], [item.advantages_G.tolist() for item in scored]
+        return build_samples(groups, advantages, self._algorithm.section.mask_truncated, oldest_version)
 
     def _num_trained(self, trajectory: Trajectory) -> int:
         is_masked = self._algorithm.section.mask_truncated and trajectory.finish_reason is FinishReason.LENGTH

@@ -13,7 +13,7 @@ from megatron_rl.controller.request_stream import Answer, RequestDesk
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
 from megatron_rl.resharding.control import Address
-from megatron_rl.types.rollout import GenerationRequest, PolicyVersion
+from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion
 
 ENGINES: dict[str, str] = {
     # rollout.engine: module:function. Only the chosen one is imported, so that an actor needs one engine's libraries.
@@ -56,6 +56,9 @@ class EngineHost:
 
     async def policy_version(self) -> PolicyVersion:
         return await self._engine.policy_version()
+
+    async def load(self) -> EngineLoad:
+        return await self._engine.load()
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return await self._engine.score(token_ids)

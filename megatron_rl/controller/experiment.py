@@ -28,6 +28,8 @@ from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.remote import CriticGroup, PolicyAndCritic, RankGroup, RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
+from megatron_rl.controller.schedule import build_producer
+from megatron_rl.controller.scoring import Scoring
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
@@ -35,12 +37,11 @@ from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
-from megatron_rl.rewards.registry import load_reward
-from megatron_rl.rollout.collector import Collector, Scorer
+from megatron_rl.rollout.collector import Collector
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.layout import ParallelLayout
-from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
+from megatron_rl.types.rollout import SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
@@ -77,6 +78,7 @@ class Experiment:
 
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
+        score = Scoring(config.rollout.rewards, data.reward_names, self._tokenizer.decode)
         num_critic_ranks = 0 if self._critic_layout is None else self._critic_layout.world_size
         plan = plan_bundles(
             config.cluster,
@@ -109,10 +111,11 @@ class Experiment:
                 self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
             )
             roles = trainers if critic is None else PolicyAndCritic(trainers, critic, self._critic_start(trainers))
-            await self._training_loop(data, engines, roles, batcher, weight_sync, telemetry).execute()
+            await self._training_loop(data, score, engines, roles, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers, "final")
         finally:
+            await score.close()
             await _stop_all(engines)
             cluster.close()
             telemetry.close()
@@ -136,6 +139,7 @@ class Experiment:
     def _training_loop(
         self,
         data: DataBundle,
+        score: Scoring,
         engines: Sequence[RemoteEngine],
         trainers: Trainers,
         batcher: Batcher,
@@ -143,7 +147,11 @@ class Experiment:
         telemetry: Telemetry,
     ) -> TrainingLoop:
         config = self._config
-        collector = Collector(engines, self._capacities(), self._scorer(data), config.run.seed)
+        capacities = self._capacities()
+        producer = build_producer(
+            config.run, config.rollout, config.sync, engines, capacities, score,
+            self._sampling(config.rollout.sampling), data.train_sampler.next,
+        )  # fmt: skip
         assert config.rollout.eval_sampling is not None
         return TrainingLoop(
             config.run,
@@ -154,7 +162,8 @@ class Experiment:
             data=data,
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
-            collector=collector,
+            producer=producer,
+            collector=Collector(engines, capacities, score, config.run.seed),
             batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
@@ -243,14 +252,6 @@ class Experiment:
             self._engine_layout,
             trainer_vocab_multiple=self._model.vocab_multiple,
         )
-
-    def _scorer(self, data: DataBundle) -> Scorer:
-        rewards = {source: load_reward(name) for source, name in data.reward_names.items()}
-
-        def score(prompt: Prompt, response_ids: Sequence[int], is_finished: bool) -> RewardResult:
-            return rewards[prompt.source](prompt, self._tokenizer.decode(response_ids), is_finished)
-
-        return score
 
     def _capacities(self) -> list[int]:
         rollout = self._config.rollout

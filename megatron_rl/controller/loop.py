@@ -20,6 +20,7 @@ from megatron_rl.controller.metrics import accuracy, rollout_metrics, sample_row
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.data.bundle import DataBundle, SftPair
 from megatron_rl.rollout.collector import Collector, RolloutStats
+from megatron_rl.rollout.producer import Producer
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.rollout import PolicyVersion, Prompt, SamplingParams, TrajectoryGroup
 from megatron_rl.types.training import TrainBatch
@@ -45,7 +46,7 @@ class Trainers(Protocol):
 class Publisher(Protocol):
     """What brings the trainers' weights to the engines."""
 
-    async def publish(self) -> PolicyVersion: ...
+    async def publish(self, pause_mode: str | None = None) -> PolicyVersion: ...
 
 
 class PhaseTimeoutError(RuntimeError):
@@ -53,8 +54,8 @@ class PhaseTimeoutError(RuntimeError):
 
 
 class TrainingLoop:
-    """One run: warm start, value pretraining, then `num_steps` training steps in lockstep (no sample is older than the
-    policy it trains). `critic` None: the algorithm reads no values.
+    """One run: warm start, value pretraining, then `num_steps` training steps. What generates beside them is the producer's
+    schedule. `critic` None: the algorithm reads no values.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TrainingLoop:
         data: DataBundle,
         pairs_of: Callable[[Sequence[Prompt]], list[SftPair]],
         decode: Callable[[Sequence[int]], str],
+        producer: Producer,
         collector: Collector,
         batcher: Batcher,
         trainers: Trainers,
@@ -78,7 +80,7 @@ class TrainingLoop:
         self.run, self.trainer, self.critic = run, trainer, critic
         self.sampling, self.eval_sampling = sampling, eval_sampling
         self.data, self.pairs_of, self.decode = data, pairs_of, decode
-        self.collector, self.batcher = collector, batcher
+        self.producer, self.collector, self.batcher = producer, collector, batcher
         self.trainers, self.weight_sync = trainers, weight_sync
         self.telemetry, self.directory = telemetry, directory
         self.version = PolicyVersion(0)
@@ -95,20 +97,25 @@ class TrainingLoop:
             self.telemetry.record({"policy_version": self.version})
             if self.critic is not None:
                 await self._begin_critic(self.critic)
-        for step in range(1, self.run.num_steps + 1):
-            with self.telemetry.step(step):
-                await self.run_step(step)
+        try:
+            for step in range(1, self.run.num_steps + 1):
+                with self.telemetry.step(step):
+                    await self.run_step(step)
+        finally:
+            await self.producer.close()
 
     async def run_step(self, step: int) -> None:
         """One training step: rollouts, batch, optimizer steps, weight sync."""
-        prompts = self.data.train_sampler.next(self.run.prompts_per_step)
-        groups, rollout = await self._collect(prompts, self.run.samples_per_prompt, self.sampling, f"step-{step}")
-        batch = self.batcher.build(groups, step)
+        groups, rollout = await self._phase("rollout", self.producer.next_batch())
+        trained_version = self.version
+        batch = self.batcher.build(groups, step, self.producer.oldest_trained)
         trained = await self._train(batch)
-        self.version = await self._phase("sync", self.weight_sync.publish())
+        await self._phase("drain", self.producer.drain())
+        self.version = await self._phase("sync", self.weight_sync.publish(self.producer.pause_mode))
+        self.producer.on_version(self.version)
         if self._is_evaluated(step):
             await self._evaluate(step)
-        self._report(step, groups, rollout, trained)
+        self._report(step, groups, rollout, trained, trained_version)
 
     async def warm_start(self) -> None:
         """Supervised steps on reference answers, before RL."""
@@ -140,7 +147,7 @@ class TrainingLoop:
         while step < section.num_steps and (section.explained_variance is None or explained < section.explained_variance):
             step += 1
             prompts = self.data.train_sampler.next(self.run.prompts_per_step)
-            groups, _ = await self._collect(prompts, self.run.samples_per_prompt, self.sampling, f"values-{step}")
+            groups = await self._collect(prompts, self.run.samples_per_prompt, self.sampling, f"values-{step}")
             batch = self.batcher.build(groups, self.run.num_steps + step)
             if batch is None:  # every group was left out for want of variance
                 continue
@@ -154,7 +161,7 @@ class TrainingLoop:
 
     async def _collect(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, tag: str
-    ) -> tuple[list[TrajectoryGroup], RolloutStats]:
+    ) -> list[TrajectoryGroup]:
         return await self._phase("rollout", self.collector.collect(prompts, num_samples, sampling, tag))
 
     async def _train(self, batch: StepBatch | None) -> dict[str, float] | None:
@@ -167,7 +174,7 @@ class TrainingLoop:
         if self.run.eval_interval == 0:
             return
         with self.telemetry.span("eval"):
-            groups, _ = await self._deadline(
+            groups = await self._deadline(
                 "eval", self.collector.collect(self.data.eval_prompts, 1, self.eval_sampling, "eval")
             )
         self.telemetry.record({"eval/accuracy": accuracy(groups)})
@@ -177,12 +184,19 @@ class TrainingLoop:
         return interval > 0 and (step % interval == 0 or step == self.run.num_steps)
 
     def _report(
-        self, step: int, groups: Sequence[TrajectoryGroup], rollout: RolloutStats, trained: dict[str, float] | None
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        rollout: RolloutStats,
+        trained: dict[str, float] | None,
+        trained_version: int,
     ) -> None:
         metrics = training_metrics(trained, self._learning_rate)
         self._learning_rate = metrics["learning_rate"]
         times = {"time/generate_s": rollout.generate_s, "time/reward_s": rollout.reward_s}
-        self.telemetry.record({"policy_version": self.version} | times | rollout_metrics(groups, rollout) | metrics)
+        self.telemetry.record(
+            {"policy_version": self.version} | times | rollout_metrics(groups, rollout, trained_version) | metrics
+        )
         shown = groups[: self.run.num_logged_samples]
         texts = [[self.decode(trajectory.response_ids) for trajectory in group.trajectories] for group in shown]
         rows = sample_rows(shown, texts)

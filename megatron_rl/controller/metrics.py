@@ -13,16 +13,22 @@ TRAINING_KEYS = ("loss/policy", "loss/clip_fraction", "loss/entropy", "loss/kl_t
 """What every algorithm reports. A step that trained nothing reports 0 for them, so that every step has every key."""
 
 
-def rollout_metrics(groups: Sequence[TrajectoryGroup], stats: RolloutStats) -> dict[str, float]:
-    """Rewards, lengths and engine use of one collection."""
+def rollout_metrics(groups: Sequence[TrajectoryGroup], stats: RolloutStats, version: int) -> dict[str, float]:
+    """Rewards, lengths, staleness and engine use of one batch, which trained `version`."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    fates = {f"tokens/{fate}": float(count) for fate, count in stats.token_fates.items()}
+    if not trajectories:  # every group was filtered
+        return {"rollout/efficiency": stats.efficiency, "rollout/tokens_per_s": stats.tokens_per_s} | fates
+    ages = version - np.array([v for t in trajectories for v in t.response_versions] or [version])
     rewards = np.array([t.reward.reward for t in trajectories if t.reward is not None])
     correct = np.array([t.reward.is_correct for t in trajectories if t.reward is not None])
+    failed = np.array([t.reward.details.get("failed", 0.0) for t in trajectories if t.reward is not None])
     lengths = np.array([len(t.response_ids) for t in trajectories])
     group_means = np.array([np.mean([t.reward.is_correct for t in g.trajectories if t.reward]) for g in groups])
     truncated = np.array([t.finish_reason is FinishReason.LENGTH for t in trajectories])
     return {
         "reward/mean": float(rewards.mean()),
+        "reward/failed_fraction": float(failed.mean()),
         "reward/std": float(rewards.std()),
         "reward/correct_fraction": float(correct.mean()),
         "reward/solved_groups_fraction": float((group_means == 1).mean()),
@@ -32,8 +38,10 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], stats: RolloutStats) -> d
         "length/truncated_fraction": float(truncated.mean()),
         "rollout/efficiency": stats.efficiency,
         "rollout/num_tokens": float(stats.num_tokens),
-        "rollout/tokens_per_s": stats.num_tokens / stats.generate_s,
-    }
+        "rollout/tokens_per_s": stats.tokens_per_s,
+        "rollout/staleness_mean": float(ages.mean()),
+        "rollout/staleness_max": float(ages.max()),
+    } | fates
 
 
 def training_metrics(metrics: Mapping[str, float] | None, learning_rate: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from megatron_rl.layout.coords import coords_of
 from megatron_rl.resharding.control import Address
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.resharding import ShardDigest, SyncOrder
-from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
+from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion, RolloutSegment
 from megatron_rl.types.training import TrainBatch
 
 T = TypeVar("T")
@@ -75,6 +75,9 @@ class RemoteEngine:
 
     async def policy_version(self) -> PolicyVersion:
         return await self._call("policy_version")
+
+    async def load(self) -> EngineLoad:
+        return await self._call("load")
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return await self._call("score", token_ids)

@@ -51,10 +51,12 @@ class WeightSync:
         self._receivers = [ReceiverControl(r, a, key, section.timeout_s) for r, a in enumerate(addresses)]
         self._dtypes: Mapping[str, str] | None = None
         self._next_version = 0
+        self._pause_mode = section.pause_mode or "retract"
 
-    async def publish(self) -> PolicyVersion:
-        """Sync once. Raises SyncError within `sync.timeout_s`."""
+    async def publish(self, pause_mode: str | None = None) -> PolicyVersion:
+        """Sync once; `pause_mode` None: `sync.pause_mode`. Raises SyncError within `sync.timeout_s`."""
         version = PolicyVersion(self._next_version)
+        self._pause_mode = pause_mode or self._section.pause_mode or "retract"
         what = f"weight sync to version {version}"
         try:
             async with asyncio.timeout(self._section.timeout_s):
@@ -92,7 +94,7 @@ class WeightSync:
 
     async def _begin(self) -> None:
         """From here on the engines are paused and refuse to sample until a commit."""
-        await asyncio.gather(*(engine.pause(self._section.pause_mode) for engine in self._engines))
+        await asyncio.gather(*(engine.pause(self._pause_mode) for engine in self._engines))
         await asyncio.gather(*(engine.load_weights({"phase": "begin"}) for engine in self._engines))
 
     async def _transfer(self, sync: str, version: PolicyVersion, *, is_staged: bool) -> None:

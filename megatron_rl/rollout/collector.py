@@ -1,10 +1,9 @@
-"""Runs prompts on engines until whole groups are complete and rewarded."""
+"""Runs given prompts on engines until all are answered and rewarded: evaluation. Training goes through `producer`."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,21 +21,26 @@ from megatron_rl.types.rollout import (
     TrajectoryState,
 )
 
-Scorer = Callable[[Prompt, Sequence[int], bool], RewardResult]
+Scorer = Callable[[Prompt, Sequence[int], bool], Awaitable[RewardResult]]
 """(prompt, response token ids, ended by itself) -> reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """What one collection took. `reward_s` is the time spent scoring, inside `generate_s` of wall-clock.
+    """What one batch took. `generate_s` is the time that the loop waited for it less `reward_s`, in which nothing ran any
+    more and only rewards were missing.
 
-    `efficiency` is busy slot-time over slot-time from the first start to the last end; it falls with the long tail.
+    `efficiency` is busy slot-time over slot-time since generation began (in lockstep) or since the last batch; it falls
+    with the long tail. `num_tokens` were sampled in that time, `token_fates` says what became of tokens in it (by
+    `scheduling.work.Fate`; those still under way count as they change).
     """
 
     generate_s: float
     reward_s: float
     num_tokens: int
+    tokens_per_s: float
     efficiency: float
+    token_fates: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,33 +65,25 @@ class Collector:
 
     async def collect(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: SamplingParams, tag: str
-    ) -> tuple[list[TrajectoryGroup], RolloutStats]:
+    ) -> list[TrajectoryGroup]:
         """All samples of all prompts, in the order of the prompts. `tag` names the draw: equal tags draw equal samples.
 
         The first engine error is raised at once; requests still running are cancelled.
         """
-        started = time.monotonic()
         queue: DispatchQueue[_Sample] = DispatchQueue(self._capacities)
         for group, prompt in enumerate(prompts):
             for index in range(samples_per_prompt):
                 request_id = f"{tag}/{prompt.prompt_id}/{index}"
                 seed = request_seed(self._seed, request_id)
                 queue.put(_Sample(group, index, prompt, GenerationRequest(request_id, prompt.token_ids, sampling, seed)))
-        num_samples = len(prompts) * samples_per_prompt
         slots: list[list[Trajectory | None]] = [[None] * samples_per_prompt for _ in prompts]
-        busy_s = reward_s = 0.0
 
         async def worker(engine: int) -> None:
-            nonlocal busy_s, reward_s
             while (sample := queue.pull(engine)) is not None:
-                began = time.monotonic()
                 segments = await self._engines[engine].generate(sample.request)
-                generated = time.monotonic()
                 trajectory = Trajectory(sample.request.request_id, sample.prompt, segments, TrajectoryState.DONE)
                 ended = trajectory.finish_reason is FinishReason.STOP
-                reward = self._score(sample.prompt, trajectory.response_ids, ended)
-                busy_s += generated - began
-                reward_s += time.monotonic() - generated
+                reward = await self._score(sample.prompt, trajectory.response_ids, ended)
                 slots[sample.group][sample.index] = Trajectory(
                     trajectory.trajectory_id, sample.prompt, segments, TrajectoryState.DONE, reward
                 )
@@ -101,15 +97,10 @@ class Collector:
                             tasks.create_task(worker(engine))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-        elapsed = time.monotonic() - started
-        groups = [
+        return [
             TrajectoryGroup(f"{tag}/{prompt.prompt_id}", prompt, tuple(t for t in row if t is not None))
             for prompt, row in zip(prompts, slots, strict=True)
         ]
-        num_tokens = sum(len(t.response_ids) for group in groups for t in group.trajectories)
-        num_slots = min(sum(self._capacities), num_samples)
-        efficiency = busy_s / (num_slots * elapsed) if num_slots else 0.0
-        return groups, RolloutStats(elapsed - reward_s, reward_s, num_tokens, min(efficiency, 1.0))
 
 
 def request_seed(seed: int, request_id: str) -> int:

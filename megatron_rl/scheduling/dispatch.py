@@ -63,6 +63,10 @@ class DispatchQueue(Generic[T]):
         self._arrival = 0
 
     @property
+    def limits(self) -> Sequence[int]:
+        return self._limits
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -16,7 +16,7 @@ from megatron_rl.scheduling.ledger import TokenLedger
 from megatron_rl.scheduling.lengths import LengthStatistics
 from megatron_rl.scheduling.settings import OverAge, ScheduleSettings
 from megatron_rl.scheduling.staleness import num_admissible, num_required, plan_batch
-from megatron_rl.scheduling.work import Fate, GroupWork, SampleWork, Spans
+from megatron_rl.scheduling.work import Fate, GroupWork, SampleWork
 from megatron_rl.types.rollout import TrajectoryState
 
 
@@ -85,7 +85,7 @@ class RolloutState:
             left = min(left, self.settings.phase_tokens - sample.phase_tokens)
         return left
 
-    def on_returned(self, sample_id: str, spans: Spans, has_stopped: bool) -> SampleWork | None:
+    def on_returned(self, sample_id: str, spans: Sequence[tuple[int, int]], has_stopped: bool) -> SampleWork | None:
         """An engine returned a sample with the tokens of this go. It is complete when it has stopped by itself or reached
         `max_new_tokens`, else it is paused. None: it was dropped meanwhile."""
         sample = self._samples[sample_id]

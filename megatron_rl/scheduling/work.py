@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -22,7 +23,6 @@ class Fate(StrEnum):
     DROPPED_SMALL_GROUP = "dropped_small_group"
     FILTERED_SOLVED = "filtered_solved"
     FILTERED_FAILED = "filtered_failed"
-    CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class SampleWork:
     def is_dropped(self) -> bool:
         return self.fate is not Fate.UNDER_WAY
 
-    def add_spans(self, spans: Spans) -> int:
+    def add_spans(self, spans: Sequence[tuple[int, int]]) -> int:
         """Append what was sampled; returns its number of tokens."""
         added = 0
         for version, count in spans:

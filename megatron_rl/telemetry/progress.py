@@ -9,7 +9,7 @@ from typing import Literal, TextIO
 
 from megatron_rl.telemetry.spans import Span
 
-PHASES = ("generate", "reward", "train", "sync")
+PHASES = ("generate", "reward", "train", "drain", "sync")
 _CLEAR_LINE = "\r\x1b[2K"
 
 

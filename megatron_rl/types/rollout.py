@@ -83,6 +83,19 @@ class RolloutSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is: `kv_fraction` of its KV cache is in use; `num_preempted` requests wait to be prefilled again
+    for want of it. `num_prefill_tokens` were computed in `prefill_s` seconds since it started."""
+
+    num_running: int
+    num_waiting: int
+    kv_fraction: float
+    num_preempted: int
+    num_prefill_tokens: int
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RewardResult:
     """`reward` is what training sees (shaped); `is_correct` is the unshaped metric that filters groups and is reported."""
 

@@ -131,6 +131,24 @@ def quickstart_sglang() -> bool:
     return report("quickstart_sglang", {"means": means}, within_005=abs(means["sglang"] - means["embedded"]) <= 0.05)
 
 
+def schedules() -> bool:
+    """Lockstep, one_step_off and asynchronous rollouts learn the same: means of three seeds within 0.05."""
+    kinds = {
+        "lockstep": (),
+        "one_step_off": ("rollout.schedule=one_step_off",),
+        "asynchronous": ("rollout.schedule=asynchronous", "rollout.max_staleness=2"),
+    }
+    accuracies: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for seed in SEEDS:  # in turns, so that a busy machine slows all of them
+        for kind, overrides in kinds.items():
+            figures = train("configs/quickstart.yaml", seed, *overrides, timeout_s=1800)
+            report(f"schedules/{kind}", figures)
+            accuracies[kind].append(figures["accuracy_after"])
+    means = {kind: sum(values) / len(values) for kind, values in accuracies.items()}
+    gap = max(abs(mean - means["lockstep"]) for mean in means.values())
+    return report("schedules", {"means": means, "largest_gap_to_lockstep": gap}, within_005=gap <= 0.05)
+
+
 def vapo() -> bool:
     """VAPO with its critic learns what GSPO does (mean of three seeds within 0.05); once more without value pretraining."""
     runs = {
@@ -212,6 +230,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "quickstart": quickstart,
     "quickstart_no_learning": quickstart_no_learning,
     "quickstart_sglang": quickstart_sglang,
+    "schedules": schedules,
     "vapo": vapo,
     "smollm2": smollm2,
     "slurm": slurm,

@@ -31,6 +31,14 @@ def reference_logprobs(model, token_ids, temperature=1.0) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
+def test_the_load_says_what_it_has_prefilled(engine, loop):
+    before = loop(engine.load())
+    loop(engine.generate(make_request(range(1, 60), max_new_tokens=2)))
+    after = loop(engine.load())
+    assert after.num_prefill_tokens > before.num_prefill_tokens and after.prefill_s > before.prefill_s
+    assert after.num_preempted == 0 and 0 <= after.kv_fraction < 1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_logprobs_are_those_of_the_sampled_distribution(engine, tiny_model, loop, temperature):
     (segment,) = loop(engine.generate(make_request(temperature=temperature)))

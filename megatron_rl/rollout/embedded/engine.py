@@ -26,7 +26,7 @@ from megatron_rl.rollout.embedded.scheduler import Scheduler
 from megatron_rl.rollout.embedded.scoring import score_sequences
 from megatron_rl.rollout.embedded.weights import ShardedWeights
 from megatron_rl.types.protocols import EngineDirtyError
-from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
+from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion, RolloutSegment
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 CLOSE_TIMEOUT_S = 60.0
@@ -123,6 +123,20 @@ class EmbeddedEngine:
         if longest > self._max_context:
             raise ValueError(f"score: a sequence has {longest} tokens, max_context is {self._max_context}; raise max_context")
         return await self._call(lambda: self._score(token_ids, temperature))
+
+    async def load(self) -> EngineLoad:
+        """How busy it is. Every slot has its KV, so nothing is ever preempted."""
+        scheduler = self._scheduler
+        return await self._call(
+            lambda: EngineLoad(
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                kv_fraction=scheduler.kv_fraction,
+                num_preempted=0,
+                num_prefill_tokens=scheduler.num_prefill_tokens,
+                prefill_s=scheduler.prefill_s,
+            )
+        )
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

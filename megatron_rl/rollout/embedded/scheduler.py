@@ -98,6 +98,13 @@ class Scheduler:
         self.num_tokens_generated = 0
         self.busy_slot_s = 0.0
         self.capacity_slot_s = 0.0
+        self.num_prefill_tokens = 0
+        self.prefill_s = 0.0
+
+    @property
+    def kv_fraction(self) -> float:
+        """The share of all KV positions that hold a token of something that runs."""
+        return float(self._pool.lengths_S[: self.num_running].sum()) / self._pool.tokens_SC.size
 
     @property
     def num_running(self) -> int:
@@ -124,6 +131,8 @@ class Scheduler:
         elif self.num_running:
             self._decode()
         elapsed = time.perf_counter() - started
+        if batch:
+            self.prefill_s += elapsed
         self.busy_slot_s += elapsed * num_busy
         self.capacity_slot_s += elapsed * self._num_slots
 
@@ -179,6 +188,7 @@ class Scheduler:
             self._pool.enter(generation, self._stop_token_ids)
         lengths_U = np.array([len(token_ids) for token_ids in row_of], np.int64)
         ids_UL = np.zeros((len(row_of), int(lengths_U.max())), np.int64)
+        self.num_prefill_tokens += int(lengths_U.sum())
         for token_ids, row in row_of.items():
             ids_UL[row, : len(token_ids)] = token_ids
         rows = self._to_device(np.array(rows_M, np.int64))

@@ -19,7 +19,7 @@ from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER
 from megatron_rl.rollout.sglang.process import SglangServer
 from megatron_rl.rollout.sglang.receiver_dir import forget_receivers, raise_reported_error, read_addresses
 from megatron_rl.types.protocols import EngineDirtyError
-from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
+from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion, RolloutSegment
 
 CONTROL_TIMEOUT_S = 120.0
 """The longest that pause, begin, commit or end may take."""
@@ -108,6 +108,11 @@ class SglangEngine:
     async def policy_version(self) -> PolicyVersion:
         info = await self._client.get("/model_info", CONTROL_TIMEOUT_S)
         return replies.to_version(self.name, info.get("weight_version"))
+
+    async def load(self) -> EngineLoad:
+        """How busy its scheduler is."""
+        reply = await self._client.get("/v1/loads?include=core,queues", CONTROL_TIMEOUT_S)
+        return replies.to_load(self.name, reply)
 
     async def open_receivers(self) -> tuple[tuple[str, int], ...]:
         """Start one receiver in each tensor-parallel rank, if there is none; (host, port) in rank order.

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.rollout.sglang.errors import EngineReplyError
 from megatron_rl.types.rollout import (
+    EngineLoad,
     FinishReason,
     GenerationRequest,
     PolicyVersion,
@@ -78,6 +79,25 @@ def to_scores(engine: str, token_ids: Sequence[int], reply: Mapping[str, Any]) -
     logprobs = [0.0, *(entry[0] for entry in entries[1:])]
     reported = [token_id if entry[1] == 0 else entry[1] for token_id, entry in zip(token_ids, entries, strict=True)]
     return _logprobs_of(engine, token_ids, list(zip(logprobs, reported, strict=True)))
+
+
+def to_load(engine: str, reply: Mapping[str, Any]) -> EngineLoad:
+    """The answer of GET /v1/loads: data-parallel ranks, of which our engines have one."""
+    loads = _list(engine, reply, "loads")
+    if len(loads) != 1 or not isinstance(loads[0], Mapping):
+        raise EngineReplyError(f"engine {engine}: {len(loads)} loads, expected that of its one data-parallel rank")
+    load = loads[0]
+    try:
+        return EngineLoad(
+            num_running=load["num_running_reqs"],
+            num_waiting=load["num_waiting_reqs"],
+            kv_fraction=load["token_usage"],
+            num_preempted=(load.get("queues") or {}).get("retracted", 0),
+            num_prefill_tokens=load["total_prefill_uncached_tokens"],
+            prefill_s=load["total_prefill_busy_us"] / 1e6,
+        )
+    except KeyError as error:
+        raise EngineReplyError(f"engine {engine}: the load has no {error}") from error
 
 
 def to_version(engine: str, text: object) -> PolicyVersion:

@@ -48,6 +48,12 @@ def test_arrays_are_token_aligned(group: TrajectoryGroup) -> None:
     assert [a.dtype for a in (first.token_ids_L, first.loss_mask_L, first.versions_L)] == [np.int64, np.bool_, np.int32]
 
 
+def test_tokens_of_too_old_versions_train_nothing(group: TrajectoryGroup) -> None:
+    first, second = build_samples([group], [[0.5, -0.5]], mask_truncated=False, oldest_version=8)
+    assert not first.loss_mask_L.any()
+    assert second.loss_mask_L.tolist() == [False] * 6 + [True]
+
+
 def test_truncated_answers_are_masked_but_kept(group: TrajectoryGroup) -> None:
     first, second = build_samples([group], [[0.5, -0.5]], mask_truncated=True)
     assert first.loss_mask_L.sum() == 2

@@ -7,12 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.config.checks import check_experiment, check_layout_sizes
+from megatron_rl.config.checks import check_experiment, check_layout_sizes, check_schedule
 from megatron_rl.config.construct import key_paths
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.ranges import RANGES, value_at
-from megatron_rl.config.sections import ExperimentConfig, LayoutSection
+from megatron_rl.config.sections import (
+    DynamicSamplingSection,
+    ExperimentConfig,
+    LayoutSection,
+    RolloutSection,
+    RunSection,
+    SyncSection,
+)
 
 BODY = """\
 model: {family: llama, path: some/folder}
@@ -74,6 +81,12 @@ def test_the_example_is_sound(path: Path) -> None:
         ("rollout.sglang={tp_size: 3, num_nodes: 2}", "rollout.sglang.num_nodes", "a divisor of tp_size 3, got 2"),
         ("rollout.sglang={urls: [a, b], key_file: k}", "rollout.num_engines", "(2), got 1"),
         ("rollout.sglang={urls: [a]}", "rollout.sglang.key_file", "api_key"),
+        ("rollout.max_staleness=-1", "rollout.max_staleness", "at least 0, got -1"),
+        ("rollout={schedule: one_step_off, max_staleness: 0}", "rollout.max_staleness", "at least 1 with schedule one_step"),
+        ("rollout={oversample: 2, max_staleness: 0}", "rollout.oversample", "at most 1 with max_staleness 0, got 2"),
+        ("rollout={schedule: asynchronous, oversample: 2}", "rollout.oversample", "expected 1 with schedule asynchronous"),
+        ("rollout.partial.phase_tokens=0", "rollout.partial.phase_tokens", "at least 1, got 0"),
+        ("rollout.schedule=async", "rollout.schedule", "expected one of lockstep, one_step_off, asynchronous"),
         ("algorithm.aggregation=token-mean", "algorithm.aggregation", "contradicts loss gspo: expected seq-mean-token"),
         ("algorithm={name: dapo, loss: ppo}", "algorithm.aggregation", "contradicts name dapo: expected token-mean"),
         ("algorithm.aggregation_constant=3", "algorithm.aggregation_constant", "seq-mean-token-sum-norm"),
@@ -166,6 +179,25 @@ def test_refused(path: Path, overrides: str, key_path: str, reason: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("kv", "mode", "reason"),
+    [
+        ("keep", "abort", "expected in_place or nothing with rollout.partial.kv keep, got abort"),
+        ("drop", "in_place", "expected retract or abort or nothing"),
+        ("auto", "retract", "expected nothing with rollout.partial.kv auto"),
+    ],
+)
+def test_the_kv_cache_is_decided_once(path: Path, kv: str, mode: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"sync.pause_mode: {reason}"):
+        load_experiment(path, [f"rollout.partial.kv={kv}", f"sync.pause_mode={mode}"])
+
+
+def test_a_single_sample_has_no_signal_to_filter_by() -> None:
+    run, rollout = RunSection(samples_per_prompt=1), RolloutSection(dynamic_sampling=DynamicSamplingSection(enabled=True))
+    ((key_path, reason),) = check_schedule(run, rollout, SyncSection())
+    assert key_path == "run.samples_per_prompt" and "always all correct or all wrong" in reason
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         "algorithm={loss: cispo, aggregation: token-mean, clip_low: 10}",
@@ -176,6 +208,8 @@ def test_refused(path: Path, overrides: str, key_path: str, reason: str) -> None
         "algorithm.overlong_punishment.buffer_tokens=512",
         "algorithm={replay: {num_groups: 2}, correction: {kind: tis}}",
         "rollout.eval_sampling={top_p: 0.7, temperature: 0}",
+        "rollout={oversample: 2.5}",
+        "rollout={schedule: one_step_off, oversample: 1.5}",
         "sync={transport: disk, directory: shared/weights, staging: host}",
         "sync={full_sync_interval: 20, probe_interval: 0}",
         "trainer.optimizer.learning_rate=0",

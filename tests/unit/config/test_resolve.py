@@ -10,9 +10,11 @@ from megatron_rl.config.sections import (
     ExperimentConfig,
     LayoutSection,
     ModelSection,
+    PartialSection,
     RolloutSection,
     RunSection,
     SamplingSection,
+    SyncSection,
     TrainerSection,
 )
 
@@ -39,6 +41,32 @@ def test_derived_values() -> None:
     assert resolved.rollout.eval_sampling == SamplingSection(max_new_tokens=30)
     assert (resolved.trainer.layout.dp, resolved.trainer.layout.etp) == (5, 2)
     assert resolve(resolved) == resolved
+
+
+def test_schedules_derive_the_least_staleness_that_serves_them() -> None:
+    for options, expected in (
+        ({}, 0),
+        ({"oversample": 1.5}, 1),
+        ({"schedule": "one_step_off"}, 1),
+        ({"schedule": "one_step_off", "oversample": 1.5}, 2),
+        ({"schedule": "asynchronous"}, 2),
+        ({"schedule": "asynchronous", "max_staleness": 5}, 5),
+    ):
+        assert resolve(ExperimentConfig(rollout=RolloutSection(**options))).rollout.max_staleness == expected
+
+
+def test_the_kv_cache_follows_either_key() -> None:
+    for kv, mode, expected in (
+        (None, None, ("drop", "retract")),
+        (None, "in_place", ("keep", "in_place")),
+        (None, "abort", ("drop", "abort")),
+        ("keep", None, ("keep", "in_place")),
+        ("auto", None, ("auto", None)),
+    ):
+        config = ExperimentConfig(rollout=RolloutSection(partial=PartialSection(kv=kv)), sync=SyncSection(pause_mode=mode))
+        resolved = resolve(config)
+        assert (resolved.rollout.partial.kv, resolved.sync.pause_mode) == expected
+        assert resolve(resolved) == resolved
 
 
 def test_given_values_stay() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from types import MappingProxyType
 
 import pytest
 
@@ -13,7 +14,10 @@ from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.sections import (
     CriticSection,
     OptimizerSection,
+    RolloutSection,
     RunSection,
+    SamplingSection,
+    SyncSection,
     TelemetrySection,
     TrainerSection,
     ValuePretrainingSection,
@@ -22,12 +26,14 @@ from megatron_rl.config.sections import (
 from megatron_rl.controller.batcher import Batcher, share_of
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.run_directory import RunDirectory, RunDirectoryError
+from megatron_rl.controller.schedule import build_producer
 from megatron_rl.data.bundle import DataBundle, SftPair
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import (
+    EngineLoad,
     FinishReason,
     PolicyVersion,
     Prompt,
@@ -69,10 +75,16 @@ class Recorder:
         self.num_value_steps += 1
         return {"loss/value": 1.0, "loss/explained_variance": 0.2 * self.num_value_steps}
 
-    async def publish(self):
+    async def publish(self, pause_mode=None):
         self.version += 1
         self.calls.append(f"publish v{self.version}")
         return PolicyVersion(self.version)
+
+    async def pause(self, mode):
+        raise AssertionError("lockstep has nothing to pause")
+
+    async def load(self):
+        return EngineLoad(0, 0, 0.0, 0, 0, 0.0)
 
     async def generate(self, request):
         length = request.seed % 5 + 1
@@ -80,7 +92,9 @@ class Recorder:
         return (RolloutSegment((7,) * length, (-1.0,) * length, PolicyVersion(self.version), FinishReason.STOP),)
 
 
-def build_loop(tmp_path, recorder, *, skip=False, score=None, critic=None, **run_options):
+def build_loop(
+    tmp_path, recorder, *, skip=False, score=None, critic=None, max_staleness=0, rollout=MappingProxyType({}), **run_options
+):
     run = RunSection(
         num_steps=3, prompts_per_step=4, samples_per_prompt=2, eval_interval=2, num_eval_prompts=3, **run_options
     )
@@ -93,7 +107,11 @@ def build_loop(tmp_path, recorder, *, skip=False, score=None, critic=None, **run
         reward_names={"s": "exact_match"},
         num_train_prompts={"s": 9},
     )
-    score = score or (lambda prompt, ids, ended: RewardResult(float(len(ids) % 2), len(ids) % 2 == 1))
+    plain = score or (lambda prompt, ids, ended: RewardResult(float(len(ids) % 2), len(ids) % 2 == 1))
+
+    async def score_async(*args):
+        return plain(*args)
+
     directory = RunDirectory(tmp_path / "run")
     directory.create("run: {}\n", overwrite=False)
     algorithm = build_algorithm(AlgorithmSection(skip_zero_variance_groups=skip))
@@ -101,7 +119,11 @@ def build_loop(tmp_path, recorder, *, skip=False, score=None, critic=None, **run
     return TrainingLoop(
         run, trainer, critic, SamplingParams(8), SamplingParams(8), data=data,
         pairs_of=lambda ps: [SftPair(p.token_ids, (4, 5)) for p in ps], decode=lambda ids: "x" * len(ids),
-        collector=Collector([recorder], [4], score, seed=1),
+        producer=build_producer(
+            run, RolloutSection(max_staleness=max_staleness, sampling=SamplingSection(max_new_tokens=8), **rollout),
+            SyncSection(pause_mode="retract"), [recorder], [4], score_async, SamplingParams(8), data.train_sampler.next,
+        ),
+        collector=Collector([recorder], [4], score_async, seed=1),
         batcher=Batcher(algorithm, trainer, ParallelLayout(dp=2), run),
         trainers=recorder, weight_sync=recorder, telemetry=telemetry, directory=directory,
     )  # fmt: skip
@@ -155,6 +177,37 @@ def test_samples_carry_the_version_that_sampled_them(tmp_path):
             for rank in minibatch.microbatches:
                 for microbatch in rank:
                     assert set(microbatch.versions_T[microbatch.loss_mask_T]) <= {version}
+
+
+def ages_of(recorder):
+    """Per trained batch, the ages of its tokens in versions."""
+    packed = [[b for m in batch.minibatches for rank in m.microbatches for b in rank] for batch in recorder.batches]
+    return [{trained - int(v) for b in parts for v in b.versions_T[b.loss_mask_T]} for trained, parts in enumerate(packed)]
+
+
+class Slow(Recorder):
+    """Training that takes as long as a few samples."""
+
+    async def train_step(self, batch, version):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return await super().train_step(batch, version)
+
+
+def test_the_schedules_share_one_loop(tmp_path):
+    one_off, free = Slow(), Slow()
+    asyncio.run(build_loop(tmp_path / "a", one_off, max_staleness=1, rollout={"schedule": "one_step_off"}).execute())
+    assert ages_of(one_off) == [{0}, {1}, {1}]
+    asyncio.run(build_loop(tmp_path / "b", free, max_staleness=2, rollout={"schedule": "asynchronous"}).execute())
+    assert all(max(ages) <= 2 for ages in ages_of(free)) and any(max(ages) > 0 for ages in ages_of(free))
+    for recorder in (one_off, free):
+        assert [call for call in recorder.calls if call[0] in "pt"] == [
+            "publish v0", "train v0 2 minibatches", "publish v1", "train v1 2 minibatches", "publish v2",
+            "train v2 2 minibatches", "publish v3",
+        ]  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/staleness_max"] for row in rows[1:]] == [0, 1, 1]
+    assert all(row["tokens/trained"] > 0 for row in rows[1:])
 
 
 def test_a_step_without_variance_trains_nothing_and_still_reports(tmp_path):

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.sglang.errors import EngineReplyError
-from megatron_rl.rollout.sglang.replies import build_generate_body, build_score_body, to_scores, to_segments
-from megatron_rl.types.rollout import FinishReason, GenerationRequest, SamplingParams
+from megatron_rl.rollout.sglang.replies import build_generate_body, build_score_body, to_load, to_scores, to_segments
+from megatron_rl.types.rollout import EngineLoad, FinishReason, GenerationRequest, SamplingParams
 
 
 def make_reply(num_tokens=5, spans=(("7", 0, 3), ("8", 3, 5)), kind="stop"):
@@ -98,6 +98,19 @@ def test_a_malformed_reply_is_one_clear_line(change, message):
     change(reply)
     with pytest.raises(EngineReplyError, match=f"^engine e: .*{message}"):
         to_segments("e", reply)
+
+
+def test_a_load():
+    load = {
+        "num_running_reqs": 3, "num_waiting_reqs": 2, "token_usage": 0.25, "queues": {"retracted": 1},
+        "total_prefill_uncached_tokens": 900, "total_prefill_busy_us": 1_500_000,
+    }  # fmt: skip
+    assert to_load("e", {"loads": [load]}) == EngineLoad(3, 2, 0.25, 1, 900, 1.5)
+    with pytest.raises(EngineReplyError, match="engine e: 2 loads"):
+        to_load("e", {"loads": [load, load]})
+    del load["token_usage"]
+    with pytest.raises(EngineReplyError, match="engine e: the load has no 'token_usage'"):
+        to_load("e", {"loads": [load]})
 
 
 def test_scores():

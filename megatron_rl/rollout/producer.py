@@ -1,0 +1,311 @@
+"""Runs the rollout scheduler on real engines: what it assigns is generated, scored and handed out as batches of groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_rl.rollout.collector import RolloutStats, Scorer, request_seed
+from megatron_rl.rollout.slot_meter import SlotMeter
+from megatron_rl.scheduling.admission import AdmissionWindow
+from megatron_rl.scheduling.kv import PauseMode, choose_pause_mode
+from megatron_rl.scheduling.rollout_state import RolloutState
+from megatron_rl.scheduling.settings import OverAge, ScheduleKind
+from megatron_rl.scheduling.work import GroupWork, SampleWork
+from megatron_rl.types.protocols import GenerationEngine
+from megatron_rl.types.rollout import (
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    RewardResult,
+    RolloutSegment,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryState,
+)
+
+Draw = Callable[[int], Sequence[Prompt]]
+"""The next n prompts, all different."""
+LOAD_INTERVAL_S = 1.0
+"""How often the engines are asked how full their KV caches are."""
+
+
+class ReportingEngine(GenerationEngine, Protocol):
+    """An engine that says how busy it is."""
+
+    async def load(self) -> EngineLoad: ...
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a sample says; the scheduler knows its numbers only."""
+
+    prompt: Prompt
+    segments: list[RolloutSegment]
+    reward: RewardResult | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        response = (token for segment in self.segments for token in segment.token_ids)
+        return (*self.prompt.token_ids, *response)
+
+
+class Producer:
+    """Batches of whole, scored groups by the schedule of `state`.
+
+    The samples of a group depend on the run's seed and the prompt's place in the draw, not on the engines: in lockstep
+    without `oversample` a run repeats itself. `limits` of the state are the engines' own.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[ReportingEngine],
+        state: RolloutState,
+        score: Scorer,
+        sampling: SamplingParams,
+        draw: Draw,
+        seed: int,
+        *,
+        pause_mode: PauseMode | None,
+        windows: Sequence[AdmissionWindow] = (),
+    ) -> None:
+        """`pause_mode` None: decided at each pause. `windows`: one per engine whose number of samples follows its KV
+        cache; empty: the limits of `state` stay."""
+        self._engines, self._state, self._score = engines, state, score
+        self._sampling, self._draw, self._seed = sampling, draw, seed
+        self._fixed_pause_mode, self._windows = pause_mode, windows
+        self.pause_mode: PauseMode = pause_mode or "retract"
+        """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
+        self._content: dict[str, _Content] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._drawn: list[tuple[str, Prompt]] = []
+        self._num_draws = 0
+        self._meter = SlotMeter()
+        self._is_open = False
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._fates = dict(state.ledger.tokens)
+        self._sampled = 0
+        self._updated = time.monotonic()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def next_batch(self) -> tuple[list[TrajectoryGroup], RolloutStats]:
+        """The groups of the next training step, in the order of their release. Generation goes on while it is trained,
+        except in lockstep. Raises the first error of an engine or a reward."""
+        started = time.monotonic()
+        if self._state.settings.kind is ScheduleKind.LOCKSTEP or not self._is_open:
+            self._meter.restart()
+        self._is_open = True
+        batch = await self._take()
+        if self._state.settings.kind is ScheduleKind.LOCKSTEP:
+            await self._close_phase()
+        groups = [self._to_group(work) for work in batch]
+        stats = self._stats(groups, time.monotonic() - started)
+        self._meter.restart()
+        self._start()
+        return groups, stats
+
+    async def drain(self) -> None:
+        """Called when a batch is trained, before new weights. `one_step_off` waits for the batch that it generated
+        beside it; the other schedules change weights under what runs."""
+        settings = self._state.settings
+        if settings.kind is ScheduleKind.ONE_STEP_OFF:
+            while (self._scoring or not self._state.is_idle) and self._state.num_ready < settings.groups_per_batch:
+                await self._wait()
+        await self._choose_pause_mode()
+        if self.pause_mode == "abort":
+            self._is_open = False  # what comes back waits for the new weights here, and may go to any engine
+
+    def on_version(self, version: int) -> None:
+        """All engines hold and sample with a newer version. The first one starts nothing: nobody asked for a batch yet."""
+        self._updated = time.monotonic()
+        if version > self._state.version:
+            self._state.on_version(version)
+            self._drop()
+        if self._state.settings.kind is not ScheduleKind.LOCKSTEP and self._num_draws:
+            self._is_open = True
+            self._start()
+
+    @property
+    def oldest_trained(self) -> int:
+        """Tokens of older versions than this get no loss in the batch that was taken last; 0 unless the policy is to mask."""
+        settings = self._state.settings
+        return self._state.version - settings.max_staleness if settings.over_age is OverAge.MASK else 0
+
+    async def close(self) -> None:
+        """End everything that runs."""
+        self._is_open = False
+        tasks = [*self._tasks.values(), *self._scoring, *([self._watch] if self._watch else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self) -> list[GroupWork]:
+        while True:
+            self._start()
+            batch = self._state.take_batch()
+            if batch is not None:
+                return batch
+            if self._state.is_stalled and not self._scoring:
+                self._state.begin_phase()
+            else:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Until something changes."""
+        self._changed.clear()
+        if self._error is None:
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def _close_phase(self) -> None:
+        """Lockstep trains alone: what is unfinished rests on its engine, or here when it is aborted."""
+        self._is_open = False
+        if self._tasks:
+            await self._choose_pause_mode()
+            await asyncio.gather(*(engine.pause(self.pause_mode) for engine in self._engines))
+
+    async def _choose_pause_mode(self) -> None:
+        if self._fixed_pause_mode is None and self._tasks:
+            loads = await asyncio.gather(*(engine.load() for engine in self._engines))
+            held = sum(len(self._content[name].token_ids) for name in self._tasks)
+            self.pause_mode = choose_pause_mode(loads, held, time.monotonic() - self._updated)
+
+    async def _watch_loads(self) -> None:
+        """Admit by measured KV use."""
+        preempted = [0] * len(self._engines)
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+            try:
+                loads = await asyncio.gather(*(engine.load() for engine in self._engines))
+            except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+                self._fail(error)
+                return
+            for number, (window, load) in enumerate(zip(self._windows, loads, strict=True)):
+                new = max(load.num_preempted - preempted[number], 0)
+                preempted[number] = load.num_preempted
+                running = self._state.queue.num_running_on(number)
+                self._state.queue.set_limit(number, window.on_usage(load.kv_fraction, running, new))
+            self._start()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    def _start(self) -> None:
+        """Release and dispatch whatever the scheduler allows."""
+        if not self._is_open or self._error is not None:
+            return
+        if self._windows and self._watch is None:
+            self._watch = asyncio.create_task(self._watch_loads())
+        for _ in range(self._state.num_wanted):
+            group_id, prompt = self._next_prompt()
+            for sample in self._state.add_group(group_id, prompt.prompt_id).samples:
+                self._content[sample.sample_id] = _Content(prompt, [])
+        for engine, sample in self._state.assign():
+            self._meter.change(1)
+            self._tasks[sample.sample_id] = asyncio.create_task(self._run(engine, sample))
+
+    def _next_prompt(self) -> tuple[str, Prompt]:
+        """Prompts are drawn a step's worth at a time: in lockstep, group `step-n/p` is trained in step n."""
+        if not self._drawn:
+            self._num_draws += 1
+            prompts = self._draw(self._state.settings.groups_per_batch)
+            self._drawn = [(f"step-{self._num_draws}/{prompt.prompt_id}", prompt) for prompt in reversed(prompts)]
+        return self._drawn.pop()
+
+    async def _run(self, engine: int, sample: SampleWork) -> None:
+        """One go of a sample on an engine."""
+        name, content = sample.sample_id, self._content[sample.sample_id]
+        limit = self._state.token_limit(sample)
+        request = GenerationRequest(
+            name, content.token_ids, replace(self._sampling, max_new_tokens=limit), request_seed(self._seed, name)
+        )
+        try:
+            segments = await self._engines[engine].generate(request)
+            if self._end(sample, segments, limit):
+                task = asyncio.create_task(self._run_score(sample, content, segments[-1].finish_reason is FinishReason.STOP))
+                self._scoring.add(task)
+            self._start()
+        except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+            self._fail(error)
+        self._changed.set()
+
+    def _end(self, sample: SampleWork, segments: Sequence[RolloutSegment], limit: int) -> bool:
+        """Keep what a go gave and tell the scheduler; whether the sample is complete."""
+        self._meter.change(-1)
+        del self._tasks[sample.sample_id]
+        content = self._content[sample.sample_id]
+        content.segments += [segment for segment in segments if segment.token_ids]
+        num_new = sum(len(segment.token_ids) for segment in segments)
+        reason = segments[-1].finish_reason if segments else FinishReason.ABORT
+        # An engine whose context is full stops before the limit it was given: nothing more can come.
+        has_stopped = reason is FinishReason.STOP or (reason is FinishReason.LENGTH and num_new < limit)
+        spans = [(segment.policy_version, len(segment.token_ids)) for segment in segments]
+        kept = self._state.on_returned(sample.sample_id, spans, has_stopped)
+        if kept is None:
+            del self._content[sample.sample_id]
+            return False
+        is_done = sample.state is TrajectoryState.DONE
+        if content.segments:
+            last = reason if has_stopped else FinishReason.LENGTH if is_done else FinishReason.ABORT
+            content.segments[-1] = replace(content.segments[-1], finish_reason=last)
+        return is_done
+
+    async def _run_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
+        """The reward of a complete sample, while others generate."""
+        response = content.token_ids[len(content.prompt.token_ids) :]
+        task = asyncio.current_task()
+        assert task is not None
+        self._meter.change(0, 1)
+        try:
+            content.reward = await self._score(content.prompt, response, has_stopped)
+            self._state.on_scored(sample.sample_id, content.reward.is_correct)
+            self._drop()
+            self._start()
+        except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+            self._fail(error)
+        finally:
+            self._meter.change(0, -1)
+            self._scoring.remove(task)
+            self._changed.set()  # after all of the above: whoever waits looks at it
+
+    def _drop(self) -> None:
+        """Forget what the scheduler dropped; what still runs is ended at its engine."""
+        for sample in self._state.take_dropped():
+            if task := self._tasks.get(sample.sample_id):
+                task.cancel()
+                self._end(sample, (), 0)
+            else:
+                del self._content[sample.sample_id]
+
+    def _to_group(self, work: GroupWork) -> TrajectoryGroup:
+        trajectories = []
+        for sample in work.samples:
+            content = self._content.pop(sample.sample_id)
+            trajectories.append(
+                Trajectory(sample.sample_id, content.prompt, tuple(content.segments), TrajectoryState.DONE, content.reward)
+            )
+        return TrajectoryGroup(work.group_id, trajectories[0].prompt, tuple(trajectories))
+
+    def _stats(self, groups: Sequence[TrajectoryGroup], elapsed_s: float) -> RolloutStats:
+        tokens = dict(self._state.ledger.tokens)
+        fates: Mapping[str, int] = {fate.value: count - self._fates[fate] for fate, count in tokens.items()}
+        self._fates = tokens
+        num_sampled = self._state.ledger.num_sampled - self._sampled
+        self._sampled += num_sampled
+        return RolloutStats(
+            generate_s=max(elapsed_s - self._meter.reward_s, 0.0),
+            reward_s=self._meter.reward_s,
+            num_tokens=num_sampled,
+            tokens_per_s=num_sampled / max(self._meter.elapsed_s - self._meter.reward_s, 1e-6),
+            efficiency=self._meter.efficiency(sum(self._state.queue.limits)),
+            token_fates=fates,
+        )
