@@ -65,6 +65,7 @@ class PolicyWorker:
             seed=setup.seed,
             temperature=setup.temperature,
             vocab_multiple=setup.model.vocab_multiple,
+            replays_routing=setup.algorithm.router_replay != "off",
         )
         chunks = import_params(
             setup.model.source(),
@@ -160,8 +161,9 @@ class PolicyWorker:
         annotated = self._trainer.annotate(microbatches, needs)
         if "ref_logprobs" not in needs:
             return annotated
+        own_choice = [replace(microbatch, experts_TYK=None) for microbatch in microbatches]  # routing is the policy's
         with swapped_weights(self._trainer.chunk_parameters(), self._reference):
-            scores = self._trainer.compute_logprobs(microbatches)
+            scores = self._trainer.compute_logprobs(own_choice)
         return [
             replace(microbatch, token_arrays={**microbatch.token_arrays, "ref_logprobs": logprobs_T})
             for microbatch, logprobs_T in zip(annotated, scores, strict=True)

@@ -36,6 +36,7 @@ from megatron_rl.trainer.model_config import DTYPES, plan_ddp_config, plan_optim
 from megatron_rl.trainer.objective import Objective, policy_objective, sum_metrics, supervised_objective
 from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, forget_moments
 from megatron_rl.trainer.packed_inputs import PackedInputs, plan_packed_inputs
+from megatron_rl.trainer.router_replay import RouterRows, chosen_by_layer, install_router_replay
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Denominators, Microbatch
 
@@ -55,13 +56,15 @@ class _Prepared:
     num_slots: int
     prediction_of_T: Tensor
     is_scored_T: Tensor
+    router_rows: RouterRows
+    chosen: dict[int, Tensor]  # by layer, filled by a forward pass where routers can replay
 
 
 class PolicyTrainer:
     """One rank of the policy. `init_distributed` and `init_model_parallel` come first; every method is collective.
 
     `temperature` is the sampling temperature, by which logits are divided. `num_optimizer_steps` is the length of the
-    learning-rate schedule.
+    learning-rate schedule. With `replays_routing`, MoE layers visit the experts that a microbatch brings.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class PolicyTrainer:
         temperature: float = 1.0,
         vocab_multiple: int = 1,
         num_optimizer_steps: int = 1,
+        replays_routing: bool = False,
     ) -> None:
         self.dims, self.trainer, self.layout, self.platform = dims, trainer, layout, platform
         self.temperature = temperature
@@ -101,6 +105,9 @@ class PolicyTrainer:
             transformer_engine=self.uses_transformer_engine,
             device=platform.device,
         )
+        self.replays_routing = replays_routing
+        if replays_routing:
+            install_router_replay(self.chunks, self.config)
         ddp_config = DistributedDataParallelConfig(**plan_ddp_config(trainer))
         self.ddp_chunks = [
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -150,15 +157,26 @@ class PolicyTrainer:
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
-    def compute_logprobs(self, microbatches: Sequence[Microbatch], *, score_all: bool = False) -> list[np.ndarray]:
+    def compute_logprobs(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        score_all: bool = False,
+        experts_out: list[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
         """Token-aligned float32 log-probs [T] of each microbatch of this data-parallel rank, returned on all its ranks.
 
-        0 outside the loss mask, or only on first tokens with `score_all`.
+        0 outside the loss mask, or only on first tokens with `score_all`. `experts_out` receives per microbatch the
+        experts [T, Y, K] that this rank's routers chose, unknown where other ranks did.
         """
         for chunk in self.ddp_chunks:
             chunk.eval()
+        prepared = self._prepare_all(microbatches, score_all)
         with torch.no_grad():
-            outputs = self._run(microbatches, None, score_all=score_all, forward_only=True)
+            outputs = self._run(prepared, None, forward_only=True)
+        if experts_out is not None:
+            whole = prepared[: len(microbatches)]
+            experts_out += [item.router_rows.of_tokens(item.chosen, self.dims.routing) for item in whole]
         for chunk in self.ddp_chunks:
             chunk.train()
         lengths = [microbatch.num_tokens for microbatch in microbatches]
@@ -171,12 +189,19 @@ class PolicyTrainer:
         return [part.cpu().numpy() for part in packed.split(lengths)]
 
     def annotate(self, microbatches: Sequence[Microbatch], needs: frozenset[str]) -> list[Microbatch]:
-        """The microbatches with `old_logprobs` in their token_arrays if `needs` names them."""
+        """The microbatches with `old_logprobs` in their token_arrays if `needs` names them, and with the experts that this
+        pass chose if it names `routing` too (R2)."""
         if "old_logprobs" not in needs:
             return list(microbatches)
+        experts: list[np.ndarray] | None = [] if "routing" in needs else None
+        scores = self.compute_logprobs(microbatches, experts_out=experts)
         return [
-            replace(microbatch, token_arrays={**microbatch.token_arrays, "old_logprobs": logprobs_T})
-            for microbatch, logprobs_T in zip(microbatches, self.compute_logprobs(microbatches), strict=True)
+            replace(
+                microbatch,
+                token_arrays={**microbatch.token_arrays, "old_logprobs": logprobs_T},
+                experts_TYK=microbatch.experts_TYK if experts is None else experts[number],
+            )
+            for number, (microbatch, logprobs_T) in enumerate(zip(microbatches, scores, strict=True))
         ]
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -204,7 +229,7 @@ class PolicyTrainer:
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = self._run(microbatches, objective, score_all=False, forward_only=False)
+        parts = self._run(self._prepare_all(microbatches, False), objective, forward_only=False)
         self._schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
@@ -231,22 +256,23 @@ class PolicyTrainer:
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
-    def _run(
-        self, microbatches: Sequence[Microbatch], objective: Objective | None, *, score_all: bool, forward_only: bool
-    ) -> list[Any]:
-        """Through Megatron's schedule. On the last stage: per microbatch the objective's metrics, or log-probs [T]."""
+    def _prepare_all(self, microbatches: Sequence[Microbatch], score_all: bool) -> list[_Prepared]:
+        """All of them on the device, topped up with empty ones to what interleaved stages need."""
         whole = list(microbatches)
         multiple = self.layout.pp if self.layout.virtual_pp > 1 else 1
         whole += [empty_microbatch()] * (-len(whole) % multiple)
         if not whole:
             raise ValueError("no microbatch was given; a rank without samples brings empty ones")
-        prepared = [self._prepare(microbatch, score_all) for microbatch in whole]
+        return [self._prepare(microbatch, score_all) for microbatch in whole]
+
+    def _run(self, prepared: Sequence[_Prepared], objective: Objective | None, *, forward_only: bool) -> list[Any]:
+        """Through Megatron's schedule. On the last stage: per microbatch the objective's metrics, or log-probs [T]."""
         iterators = [iter(prepared) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, objective=objective, num_microbatches=len(whole)),
+            forward_step_func=partial(self._forward_step, objective=objective, num_microbatches=len(prepared)),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.ddp_chunks if len(self.chunks) > 1 else self.ddp_chunks[0],
-            num_microbatches=len(whole),
+            num_microbatches=len(prepared),
             seq_length=prepared[0].token_ids.shape[1] * self.layout.cp,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -268,6 +294,10 @@ class PolicyTrainer:
         else:
             packed = pack_for_local_attention(inputs, self.layout.cp, device)
 
+        router_rows = RouterRows.of(inputs, self.layout)
+        if self.replays_routing and microbatch.experts_TYK is not None:
+            packed.experts_by_layer = router_rows.by_layer(microbatch.experts_TYK, device)
+
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 
@@ -281,6 +311,8 @@ class PolicyTrainer:
             num_slots=inputs.num_slots,
             prediction_of_T=on_device(inputs.prediction_of_T),
             is_scored_T=on_device(inputs.is_scored_T),
+            router_rows=router_rows,
+            chosen={},
         )
 
     def _forward_step(
@@ -299,6 +331,8 @@ class PolicyTrainer:
             packed_seq_params=item.packed,
         )
         model = chunk.module
+        if self.replays_routing and objective is None:
+            item.chosen.update(chosen_by_layer(model))
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
             logprobs_T, entropies_T = self._score(model, hidden, item)
