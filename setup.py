@@ -19,7 +19,7 @@ EXTRAS = {
     "telemetry": ["tensorboard>=2.16"],
     "gguf": ["gguf>=0.10"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
-    "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "mypy>=1.13", "types-PyYAML"],
+    "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "mypy>=1.13", "types-PyYAML", "matplotlib>=3.8"],
 }
 EXTRAS["all"] = sorted({r for name in ("train", "rollout", "control", "data", "telemetry", "gguf") for r in EXTRAS[name]})
 

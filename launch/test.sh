@@ -14,10 +14,23 @@ if [ "${1:-}" = --python ]; then
 fi
 bash launch/install.sh "${install[@]}"
 
-.venv/bin/ruff check .
-.venv/bin/mypy
 echo "GPU tests are deselected: run launch/gpu_check.sh on a machine with a GPU" >&2
 export OMP_NUM_THREADS=1
-suites=(tests/architecture tests/unit tests/golden tests/distributed tests/e2e tests/sglang tests/slurm)
-[ $# -gt 0 ] || set -- "${suites[@]}"
-exec .venv/bin/python -m pytest -m "not gpu and not slow" --durations=15 "$@"
+run=(.venv/bin/python -m pytest -m "not gpu and not slow" --durations=15)
+[ $# -eq 0 ] || exec "${run[@]}" "$@"
+
+# Two halves side by side: each waits for about half of its time. Only the first to start uses Ray, whose shared memory its
+# tests count.
+services_log=$(mktemp)
+trap 'rm -f "$services_log"' EXIT
+"${run[@]}" tests/e2e tests/sglang tests/slurm >"$services_log" 2>&1 &
+services=$!
+trap 'kill -INT "$services" 2>/dev/null || true; wait "$services" || true; rm -f "$services_log"' INT TERM
+failed=0
+.venv/bin/ruff check . || failed=$?
+.venv/bin/mypy || failed=$?
+"${run[@]}" tests/architecture tests/unit tests/golden tests/distributed || failed=$?
+echo "== tests/e2e tests/sglang tests/slurm" >&2
+tail --lines=+1 --follow --pid="$services" "$services_log" || true
+wait "$services" || failed=$?
+exit "$failed"

@@ -28,6 +28,7 @@ def build_train_batch(
     seed: int,
     attention_crossover: float = float("inf"),
     min_shared_prompt: int | None = None,
+    counts_masked: bool = False,
 ) -> TrainBatch:
     """Shuffle, split, balance and pack one training step.
 
@@ -63,6 +64,7 @@ def build_train_batch(
             length_multiple=length_multiple,
             attention_crossover=attention_crossover,
             min_shared_prompt=min_shared_prompt,
+            counts_masked=counts_masked,
         )
         for order in orders
         for part in np.array_split(order, num_minibatches)
@@ -70,12 +72,12 @@ def build_train_batch(
     return TrainBatch(minibatches=tuple(minibatches), num_samples=len(samples))
 
 
-def compute_denominators(samples: Sequence[TrainSample]) -> Denominators:
-    """Global counts of one minibatch. A fully masked sample counts as no sequence and no token."""
+def compute_denominators(samples: Sequence[TrainSample], counts_masked: bool = False) -> Denominators:
+    """Global counts of one minibatch. A fully masked sample counts as no token, and with `counts_masked` as a sequence."""
     counts = [int(sample.loss_mask_L.sum()) for sample in samples]
     return Denominators(
         num_tokens=sum(counts),
-        num_sequences=sum(count > 0 for count in counts),
+        num_sequences=len(samples) if counts_masked else sum(count > 0 for count in counts),
         num_positive_tokens=sum(count for count, sample in zip(counts, samples, strict=True) if sample.is_correct),
     )
 
@@ -143,6 +145,7 @@ def _build_minibatch(
     length_multiple: int,
     attention_crossover: float,
     min_shared_prompt: int | None,
+    counts_masked: bool,
 ) -> Minibatch:
     chosen = [samples[i] for i in indices]
     lengths_S = np.array([round_up(len(sample.token_ids_L), length_multiple) for sample in chosen], dtype=np.int64)
@@ -164,4 +167,4 @@ def _build_minibatch(
         if shared_S.any():
             members = [order_by_group(chosen, part) for part in members]
         ranks.append(tuple(build_microbatch(samples, indices[part].tolist(), min_shared_prompt) for part in members))
-    return Minibatch(microbatches=tuple(ranks), denominators=compute_denominators(chosen))
+    return Minibatch(microbatches=tuple(ranks), denominators=compute_denominators(chosen, counts_masked))

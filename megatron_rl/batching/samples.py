@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_rl.batching.shaping import reward_of
 from megatron_rl.types.rollout import FinishReason, Trajectory, TrajectoryGroup
 from megatron_rl.types.routing import unknown_expert
 from megatron_rl.types.training import TrainSample
@@ -34,26 +35,8 @@ def build_samples(
     return samples
 
 
-def has_reward_variance(group: TrajectoryGroup) -> bool:
-    """Whether the group's rewards differ. Where they do not, every group-relative advantage is 0.
-
-    Compared as max against min: the standard deviation of equal floats need not be exactly 0.
-    """
-    rewards = [_reward_of(trajectory) for trajectory in group.trajectories]
-    return max(rewards) != min(rewards)
-
-
-def _reward_of(trajectory: Trajectory) -> float:
-    if trajectory.reward is None:
-        raise ValueError(f"trajectory {trajectory.trajectory_id} has no reward: score it before building samples")
-    reward = float(trajectory.reward.reward)
-    if not np.isfinite(reward):
-        raise ValueError(f"prompt {trajectory.prompt.prompt_id}: the reward is {reward}, expected a finite number")
-    return reward
-
-
 def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_truncated: bool) -> TrainSample:
-    reward = _reward_of(trajectory)
+    result = reward_of(trajectory)
     if not np.isfinite(advantage):
         raise ValueError(
             f"trajectory {trajectory.trajectory_id}: the advantage is {advantage}, expected a finite number"
@@ -71,7 +54,6 @@ def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_
     rollout_logprobs_L[num_prompt:] = trajectory.response_logprobs
     versions_L = np.full(length, -1, dtype=np.int32)
     versions_L[num_prompt:] = trajectory.response_versions
-    assert trajectory.reward is not None
     return TrainSample(
         sample_id=trajectory.trajectory_id,
         group_id=group_id,
@@ -79,9 +61,9 @@ def _build_sample(trajectory: Trajectory, group_id: str, advantage: float, mask_
         loss_mask_L=loss_mask_L,
         rollout_logprobs_L=rollout_logprobs_L,
         versions_L=versions_L,
-        reward=reward,
+        reward=float(result.reward),
         advantage=advantage,
-        is_correct=trajectory.reward.is_correct,
+        is_correct=result.is_correct,
         is_truncated=is_truncated,
         num_prompt_tokens=num_prompt,
         experts_LYK=_join_experts(trajectory),

@@ -34,6 +34,11 @@ COMMANDS: Mapping[str, Command] = {
         "check an experiment file and print it with every value resolved",
         "megatron-rl config configs/quickstart.yaml trainer.layout.tp=2",
     ),
+    "loss-check": Command(
+        "megatron_rl.cli.loss_check",
+        "say whether the objective gives the same loss and gradient in every layout",
+        "megatron-rl loss-check configs/quickstart.yaml algorithm.clip_high=0.28",
+    ),
     "reshard-plan": Command(
         "megatron_rl.cli.reshard_plan",
         "say what a weight sync moves, from whom to whom, and how long it takes on a given network",

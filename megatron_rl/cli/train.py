@@ -6,11 +6,14 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.hf_folder import CheckpointError
+from megatron_rl.config.algorithm_sections import ReferenceSection
 from megatron_rl.config.load import LoadedExperiment, load_experiment
+from megatron_rl.config.provenance import Problem
 from megatron_rl.config.resolve import resolve
 from megatron_rl.config.sections import ExperimentConfig
 from megatron_rl.controller.experiment import Experiment, UnservedError
@@ -25,6 +28,7 @@ from megatron_rl.data.errors import DataError
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.layout.checks import check_engine_layout, check_router_replay, check_trainer_layout
 from megatron_rl.model_families.hf_config import UnsupportedModelError
+from megatron_rl.model_families.registry import load_dims
 from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.sglang.errors import EngineDeadError, EngineReplyError
@@ -85,6 +89,17 @@ def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: Model
     loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.trainer.layout)))
     loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
     loaded.provenance.reject(check_router_replay(model.dims, config.algorithm.router_replay))
+    loaded.provenance.reject(check_teacher(config.algorithm.reference, model))
+
+
+def check_teacher(section: ReferenceSection, model: ModelSetup) -> Iterator[Problem]:
+    """A teacher's weights are swapped into the policy's model, so it must be one of the same dimensions."""
+    if section.path is None:
+        return
+    family, dims = load_dims(section.path)
+    if (family.name, dims) != (model.family_name, model.dims):
+        reason = "is swapped into the policy's model; expected a folder of the policy's own family and dimensions"
+        yield "algorithm.reference.path", reason
 
 
 def add_parser(subparsers: Any) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.batching.build import build_train_batch
-from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.batching.replay import ReplayBuffer, ScoredGroup
+from megatron_rl.batching.samples import build_samples
+from megatron_rl.batching.shaping import has_variance, punish_overlong, reward_of
 from megatron_rl.batching.shared_prompts import AUTO_MIN_PROMPT_TOKENS
 from megatron_rl.config.sections import RunSection, TrainerSection
 from megatron_rl.data.bundle import SftPair
 from megatron_rl.types.layout import ParallelLayout
-from megatron_rl.types.rollout import TrajectoryGroup
+from megatron_rl.types.rollout import FinishReason, Trajectory, TrajectoryGroup
 from megatron_rl.types.training import TrainBatch, TrainSample
 
 
@@ -34,21 +36,34 @@ class Batcher:
         shares_prompts: bool = False,
     ) -> None:
         self._algorithm, self._trainer, self._layout, self._run = algorithm, trainer, layout, run
+        self._replay = ReplayBuffer(algorithm.section.replay)
         least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
         self._min_shared_prompt = least if shares_prompts else None
 
     def build(self, groups: Sequence[TrajectoryGroup], step: int) -> TrainBatch | None:
-        """The batch of a training step; None when every group was left out for want of reward variance."""
+        """The batch of a training step; None when every group was left out for want of variance.
+
+        Raises ValueError, naming the prompt, for a reward that is missing or not finite.
+        """
         section = self._algorithm.section
+        groups = [punish_overlong(group, section.overlong_punishment) for group in groups]
         if section.skip_zero_variance_groups:
-            groups = [group for group in groups if has_reward_variance(group)]
+            groups = [group for group in groups if has_variance(group, section.group_filter_metric)]
         if not groups:
             return None
-        rewards = [[t.reward.reward for t in group.trajectories if t.reward is not None] for group in groups]
-        counts = [[len(t.response_ids) for t in group.trajectories] for group in groups]
-        advantages = self._algorithm.group_advantages(rewards, counts)
-        samples = build_samples(groups, [list(row) for row in advantages], section.mask_truncated)
+        rewards = [[reward_of(t).reward for t in group.trajectories] for group in groups]
+        counts = [[self._num_trained(t) for t in group.trajectories] for group in groups]
+        fresh = [ScoredGroup(*pair) for pair in zip(groups, self._algorithm.group_advantages(rewards, counts), strict=True)]
+        scored = fresh + self._replay.draw(np.random.default_rng([self._run.seed, step]))
+        self._replay.add(fresh)
+        samples = build_samples(
+            [item.group for item in scored], [item.advantages_G.tolist() for item in scored], section.mask_truncated
+        )
         return self._pack(samples, self._trainer.minibatches_per_step, self._trainer.inner_epochs, step)
+
+    def _num_trained(self, trajectory: Trajectory) -> int:
+        is_masked = self._algorithm.section.mask_truncated and trajectory.finish_reason is FinishReason.LENGTH
+        return 0 if is_masked else len(trajectory.response_ids)
 
     def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:
         """The batch of one supervised step: the loss mask is the answer."""
@@ -66,6 +81,7 @@ class Batcher:
             length_multiple=2 * layout.cp if layout.cp > 1 else 1,
             seed=self._run.seed * 1_000_003 + step,
             min_shared_prompt=self._min_shared_prompt,
+            counts_masked=self._algorithm.section.masked_sequences == "count",
         )
 
 

@@ -5,22 +5,25 @@ Every method is collective over the ranks of a layout: the group calls it on all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import write_export_part
+from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
 from megatron_rl.checkpoint.hf_shards import import_params
+from megatron_rl.config.algorithm_sections import ReferenceSection
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.interfaces import free_address
+from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.platforms.platform import select_platform
 from megatron_rl.resharding.execute import Address, execute_send
 from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
+from megatron_rl.trainer.choice import annotate_choice
 from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.types.resharding import ShardDigest, SourceParam
@@ -33,6 +36,7 @@ class PolicyWorker:
     def __init__(self, setup: WorkerSetup, rank: int, interface: str = "127.0.0.1") -> None:
         self._setup, self._rank, self._interface = setup, rank, interface
         self._algorithm = build_algorithm(setup.algorithm)
+        self._reference: Reference | None = None
         torch.set_num_threads(setup.section.num_threads)
 
     def free_address(self) -> Address:
@@ -67,17 +71,7 @@ class PolicyWorker:
             vocab_multiple=setup.model.vocab_multiple,
             replays_routing=setup.algorithm.router_replay != "off",
         )
-        chunks = import_params(
-            setup.model.source(),
-            setup.model.family,
-            setup.model.dims,
-            setup.layout,
-            self._rank,
-            spec=self._spec,
-            vocab_multiple=setup.model.vocab_multiple,
-            dtype=torch.float32,
-        )
-        self._trainer.load_parameters(chunks)
+        self._trainer.load_parameters(self._import(setup.model.source()))
         return self._trainer.shares_prompts
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
@@ -86,8 +80,9 @@ class PolicyWorker:
         """
         self._trainer.begin_phase(section, num_optimizer_steps)
         if "ref_logprobs" in self._algorithm.needs:
-            chunks = self._trainer.chunk_parameters()
-            self._reference = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in chunks]
+            if self._reference is None:
+                self._reference = self._build_reference(self._algorithm.section.reference)
+            self._reference.begin_phase(self._trainer.chunk_parameters())
 
     def train_step(self, batch: TrainBatch, version: int) -> dict[str, float] | None:
         """Annotate, then one optimizer step per minibatch. `batch` holds this rank's data-parallel share only; `version`
@@ -96,7 +91,9 @@ class PolicyWorker:
         Returns the metrics, averaged over the minibatches, on rank 0 and None elsewhere.
         """
         # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
-        first = replace(self._algorithm, needs=self._algorithm.needs - {"old_logprobs"})
+        first = self._algorithm
+        if "chosen" not in first.needs:
+            first = replace(first, needs=first.needs - {"old_logprobs"})
         algorithms = [first] + [self._algorithm] * (len(batch.minibatches) - 1)
         annotated = [
             self._annotate(minibatch.microbatches[0], algorithm.needs)
@@ -106,6 +103,8 @@ class PolicyWorker:
             self._trainer.train_minibatch(microbatches, minibatch.denominators, algorithm, policy_version=version)
             for microbatches, minibatch, algorithm in zip(annotated, batch.minibatches, algorithms, strict=True)
         ]
+        if self._reference is not None:
+            self._reference.end_step(self._trainer.chunk_parameters())
         return mean_metrics(steps) if self._rank == 0 else None
 
     def sft_step(self, batch: TrainBatch) -> dict[str, float] | None:
@@ -159,38 +158,40 @@ class PolicyWorker:
 
     def _annotate(self, microbatches: Sequence[Microbatch], needs: frozenset[str]) -> list[Microbatch]:
         annotated = self._trainer.annotate(microbatches, needs)
+        if "chosen" in needs:
+            annotated = annotate_choice(annotated, self._algorithm.section, self._setup.seed)
         if "ref_logprobs" not in needs:
             return annotated
         own_choice = [replace(microbatch, experts_TYK=None) for microbatch in microbatches]  # routing is the policy's
-        with swapped_weights(self._trainer.chunk_parameters(), self._reference):
+        assert self._reference is not None, "begin_phase comes first"
+        with self._reference.swapped_into(self._trainer.chunk_parameters()):
             scores = self._trainer.compute_logprobs(own_choice)
         return [
             replace(microbatch, token_arrays={**microbatch.token_arrays, "ref_logprobs": logprobs_T})
             for microbatch, logprobs_T in zip(annotated, scores, strict=True)
         ]
 
+    def _build_reference(self, section: ReferenceSection) -> Reference:
+        path = section.path
+        return Reference(section, None if path is None else lambda: self._import(FolderSource(path)))
+
+    def _import(self, source: TensorSource) -> list[dict[str, torch.Tensor]]:
+        """Whole tensors -> this rank's shards, by Megatron's local names."""
+        setup = self._setup
+        return import_params(
+            source,
+            setup.model.family,
+            setup.model.dims,
+            setup.layout,
+            self._rank,
+            spec=self._spec,
+            vocab_multiple=setup.model.vocab_multiple,
+            dtype=torch.float32,
+        )
+
     @property
     def _spec(self) -> str:
         return "te" if self._trainer.uses_transformer_engine else "local"
-
-
-@contextmanager
-def swapped_weights(
-    live: Sequence[Mapping[str, torch.Tensor]], other: Sequence[Mapping[str, torch.Tensor]]
-) -> Iterator[None]:
-    """The model computes with `other` inside; its own weights come back bit by bit. The optimizer sees nothing of it."""
-    own = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in live]
-    try:
-        _copy_weights(other, live)
-        yield
-    finally:
-        _copy_weights(own, live)
-
-
-def _copy_weights(source: Sequence[Mapping[str, torch.Tensor]], target: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    for source_chunk, target_chunk in zip(source, target, strict=True):
-        for name, tensor in target_chunk.items():
-            tensor.copy_(source_chunk[name])
 
 
 def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -95,7 +95,8 @@ class RemoteEngine:
             return await work
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((task, *self._watches), return_when=asyncio.FIRST_COMPLETED)
+            watched: list[asyncio.Future[Any]] = [task, *self._watches]
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or task.exception() is not None:
                 # The first node fails with the others, often before their death is noticed.
                 ended, _ = await asyncio.wait(self._watches, timeout=NODE_VERDICT_S, return_when=asyncio.FIRST_COMPLETED)

@@ -91,6 +91,11 @@ class ReshardPlan:
         """The transfers of one pair, in sending order."""
         yield from self._ops(self._spans_of_pair(source_rank, target_rank))
 
+    def columns_from(self, source_rank: int) -> dict[str, np.ndarray]:
+        """The rows of `columns` that one trainer rank sends, without expanding those of the others."""
+        low, high = np.searchsorted(self.spans.columns["source_rank"], [source_rank, source_rank + 1])
+        return _sorted_columns(expand(self.boxes, self.spans.columns, np.arange(low, high)))
+
     def relay_ops_between(self, source_rank: int, target_rank: int) -> Iterator[TransferOp]:
         """What engine rank `source_rank` passes on to engine rank `target_rank`, its neighbour on the ring of engines.
 

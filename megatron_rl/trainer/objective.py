@@ -48,6 +48,7 @@ def policy_objective(algorithm: Algorithm, denominators: Denominators, policy_ve
                 versions_T=on_device(microbatch.versions_T),
                 denominators=denominators,
                 ref_logprobs_T=required("ref_logprobs") if "ref_logprobs" in algorithm.needs else None,
+                is_chosen_T=required("chosen") if "chosen" in algorithm.needs else None,
                 entropy_T=entropies_T,
                 policy_version=policy_version,
             )

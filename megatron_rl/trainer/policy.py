@@ -385,6 +385,6 @@ def empty_microbatch() -> Microbatch:
         is_correct_S=np.zeros(0, dtype=bool),
         sample_index_S=np.zeros(0, dtype=np.int32),
         token_arrays=dict.fromkeys(
-            ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns"), nothing
+            ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns", "chosen"), nothing
         ),
     )

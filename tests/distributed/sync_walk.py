@@ -75,7 +75,8 @@ def walk_sync(me: Rank, *, dims: dict, family: str, layouts: list[dict], engine:
     """Per layout, the largest log-prob difference between the engine and a fresh load, over two syncs."""
     results = {}
     for number, sizes in enumerate(layouts):
-        layout = ParallelLayout(**sizes)
+        split = sizes.get("layers_per_chunk")  # a list, after its way through JSON
+        layout = ParallelLayout(**sizes | {"layers_per_chunk": None if split is None else tuple(split)})
         worker = PolicyWorker(_setup(ModelDims(**dims), family, layout, _engine_layout(engine)), me.rank)
         worker.start(("127.0.0.1", me.port + number))
         commands = Commands(worker, bytes.fromhex(key_hex))

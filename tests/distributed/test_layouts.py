@@ -20,11 +20,11 @@ MOE = "qwen3_moe"
 DENSE = "llama"
 PPO = {"algorithms": ["ppo"]}
 ONE_RANK = [
-    {"name": "TP1", "layout": {}},
+    {"name": "TP1", "objectives": True, "layout": {}},
     {"name": "TP1, one microbatch", "layout": {}, "num_microbatches": 1},
     {"name": "TP1, one sequence per microbatch", "layout": {}, "num_microbatches": 8},
     {"name": "TP1, more microbatches than sequences", "layout": {}, "num_microbatches": 9},
-    {"name": "TP1, other order", "layout": {}, "order": [6, 1, 7, 0, 3, 5, 2, 4], "num_microbatches": 3},
+    {"name": "TP1, other order", "objectives": True, "layout": {}, "order": [6, 1, 7, 0, 3, 5, 2, 4], "num_microbatches": 3},
     {"name": "TP1, full recompute", "layout": {}, "section": {"recompute": "full"}},
     {"name": "TP1, selective recompute", "layout": {}, "section": {"recompute": "selective"}},
     {"name": "TP1, plain optimizer", "layout": {}, "distributed_optimizer": False},
@@ -37,11 +37,11 @@ ONE_RANK_MOE = [
     {"name": "TP1, replayed, full", "layout": {}, "replay": True, "share": True, "section": {"recompute": "full"}} | PPO,
 ]
 TWO_RANKS = [
-    {"name": "TP2", "layout": {"tp": 2, "etp": 2}},
-    {"name": "PP2", "layout": {"pp": 2}, "num_microbatches": 3},
+    {"name": "TP2", "objectives": True, "layout": {"tp": 2, "etp": 2}},
+    {"name": "PP2", "objectives": True, "layout": {"pp": 2}, "num_microbatches": 3},
     {"name": "PP2 VPP2", "layout": {"pp": 2, "virtual_pp": 2}, "num_microbatches": 3},
-    {"name": "CP2", "layout": {"cp": 2}},
-    {"name": "DP2", "layout": {"dp": 2}, "num_microbatches": 3},
+    {"name": "CP2", "objectives": True, "layout": {"cp": 2}},
+    {"name": "DP2", "objectives": True, "layout": {"dp": 2}, "num_microbatches": 3},
     {"name": "DP2, plain optimizer", "layout": {"dp": 2}, "distributed_optimizer": False},
     {
         "name": "DP2, overlapped",
@@ -65,7 +65,7 @@ TWO_RANKS_MOE = [
     }
     | PPO,
     {"name": "TP2 EP2 ETP1, shared prompts", "layout": {"tp": 2, "ep": 2}, "share": True} | PPO,
-    {"name": "EP2", "layout": {"dp": 2, "ep": 2}},
+    {"name": "EP2", "objectives": True, "layout": {"dp": 2, "ep": 2}},
     {"name": "TP2 EP2 ETP1", "layout": {"tp": 2, "ep": 2}},
     {"name": "EP2, plain optimizer", "layout": {"dp": 2, "ep": 2}, "distributed_optimizer": False},
     {"name": "CP2 EP2", "layout": {"cp": 2, "ep": 2}},
@@ -84,7 +84,7 @@ FOUR_RANKS_MOE = [
     {"name": "TP2 EP4 DP2", "layout": {"tp": 2, "dp": 2, "ep": 4}},
     {"name": "PP2 EP2 DP2", "layout": {"pp": 2, "dp": 2, "ep": 2}},
     {"name": "PP2 EP2 DP2, shared prompts", "layout": {"pp": 2, "dp": 2, "ep": 2}, "num_microbatches": 1, "share": True} | PPO,
-    {"name": "EP2 DP4", "layout": {"dp": 4, "ep": 2}},
+    {"name": "EP2 DP4", "objectives": True, "layout": {"dp": 4, "ep": 2}},
 ]
 
 
@@ -120,6 +120,7 @@ def test_training_moves(oracle: list[dict[str, Any]]) -> None:
         losses = [step["loss/total"] for step in steps]
         assert losses[1] < losses[0]
         assert all(step["grad_norm"] > 0.01 for step in steps)
+    assert all(grad_norm > 1e-3 for _, grad_norm in oracle[0].get("objectives", {}).values())
 
 
 def test_two_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
@@ -138,7 +139,7 @@ def check(family: str, world_size: int, cases: list[dict[str, Any]], oracle: lis
         logprobs: dict[str, list[float]] = {}
         for results in by_rank:
             logprobs |= results[index]["logprobs"]
-            if results[index]["steps"] != by_rank[0][index]["steps"]:
+            if any(results[index].get(key) != by_rank[0][index].get(key) for key in ("steps", "objectives")):
                 wrong.append(f"{case['name']}: ranks report different metrics")
         wrong += compare(case, by_rank[0][index] | {"logprobs": logprobs}, reference(case, oracle))
     assert not wrong, "\n".join(wrong)
@@ -163,4 +164,11 @@ def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, An
             for metric, tolerance in tolerances.items():
                 if mine[metric] != pytest.approx(theirs[metric], rel=tolerance, abs=tolerance * 0.1):
                     wrong.append(f"{case['name']}, {name}, step {number}: {metric} {mine[metric]}, expected {theirs[metric]}")
+    for name, (loss, grad_norm) in result.get("objectives", {}).items():
+        for what, mine, theirs, tolerance in (
+            ("loss", loss, expected["objectives"][name][0], 1e-5),
+            ("gradient norm", grad_norm, expected["objectives"][name][1], gradient_tolerance),
+        ):
+            if mine != pytest.approx(theirs, rel=tolerance, abs=tolerance * 0.1):
+                wrong.append(f"{case['name']}, objective {name}: {what} {mine}, expected {theirs}")
     return wrong

@@ -18,8 +18,9 @@ from launch import Rank  # beside this file; `launch` puts the folder on the pat
 from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, CovarianceSection, KlSection
 from megatron_rl.config.sections import MegatronSection, OptimizerSection, TrainerSection
+from megatron_rl.controller.loss_check_rank import measure_objective
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
@@ -44,6 +45,35 @@ ALGORITHMS = {
     ),
     "gspo": AlgorithmSection(name="gspo", loss="gspo", clip_low=0.9, clip_high=9.0, aggregation="seq-mean-token-mean"),
 }
+
+
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}
+CONSTANT = {"aggregation": "seq-mean-token-sum-norm", "aggregation_constant": 37.0}
+OBJECTIVES = {
+    "grpo": AlgorithmSection(name="grpo", loss="ppo", **WIDE, kl=KlSection(0.04)),
+    "dapo": AlgorithmSection(name="dapo", loss="ppo", **WIDE, aggregation="token-mean", masked_sequences="count"),
+    "dr_grpo": AlgorithmSection(name="dr_grpo", advantage="dr_grpo", loss="ppo", **WIDE, **CONSTANT),
+    "gspo": AlgorithmSection(),
+    "gspo_token": AlgorithmSection(loss="gspo_token", **WIDE, aggregation="token-mean"),
+    "vapo": AlgorithmSection(
+        name="vapo", advantage="gae", lambda_alpha=0.4, loss="ppo", **WIDE, aggregation="token-mean",
+        positive_nll_coefficient=0.1, entropy_coefficient=0.01,
+    ),
+    "cispo": AlgorithmSection(loss="cispo", clip_low=1.0, clip_high=0.2, aggregation="token-mean"),
+    "rloo": AlgorithmSection(advantage="rloo", loss="reinforce", aggregation="seq-mean-token-sum", kl=KlSection(0.1, "k2")),
+    "reinforce_pp": AlgorithmSection(advantage="reinforce_pp", loss="ppo", **WIDE, kl=KlSection(0.1, "k1", "reward")),
+    "sapo": AlgorithmSection(loss="sapo", tau_negative=1.3),
+    "gmpo": AlgorithmSection(loss="gmpo", clip_low=0.4, clip_high=0.4),
+    "vespo": AlgorithmSection(loss="vespo"),
+    "dppo_tv": AlgorithmSection(loss="dppo_tv", clip_low=0.01, clip_high=0.01, aggregation="token-mean"),
+    "aipo": AlgorithmSection(loss="aipo", clip_high=0.4, aggregation="token-mean"),
+    "clip_cov": AlgorithmSection(loss="clip_cov", **WIDE, covariance=CovarianceSection(0.2, 0.01, 50.0)),
+    "distillation": AlgorithmSection(loss="none", kl=KlSection(1.0, "unbiased"), aggregation="token-mean"),
+    "corrected": AlgorithmSection(
+        loss="ppo", **WIDE, correction=CorrectionSection("geometric_mask", 0.8, 1.2, max_version_age=1)
+    ),
+}  # fmt: skip
+"""Every kind of loss and aggregation, and a correction over whole rows, on `controller.synthetic_batch`."""
 
 
 class SpreadSource(RandomSource):
@@ -229,8 +259,18 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
                     **section,
                 ) as trainer:
                     result |= run_case(me, trainer, layout, build_algorithm(algorithm), case, result["steps"], name)
+            if family == "qwen3_moe" and case.get("objectives"):
+                with policy(me, platform, family, layout) as trainer:
+                    result["objectives"] = measure_all(trainer, me.rank, case)
             results.append(result)
     return results
+
+
+def measure_all(trainer: PolicyTrainer, rank: int, case: dict[str, Any]) -> dict[str, list[float]]:
+    """Loss and gradient norm of every objective on one policy, whose weights a learning rate of 0 leaves alone."""
+    trainer.begin_phase(OptimizerSection(learning_rate=0.0, clip_grad=0.0), len(OBJECTIVES))
+    options = {"num_microbatches": case.get("num_microbatches", 2), "is_reversed": "order" in case}
+    return {name: list(measure_objective(trainer, section, rank, **options)) for name, section in OBJECTIVES.items()}
 
 
 def run_case(

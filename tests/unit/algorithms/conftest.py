@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.algorithms.inputs import LossInputs
 from megatron_rl.types.training import Denominators
 
-TOKEN_ARRAYS = ("policy", "old", "rollout", "ref", "entropy", "advantage", "mask", "version")
+TOKEN_ARRAYS = ("policy", "old", "rollout", "ref", "entropy", "advantage", "mask", "version", "chosen")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class RaggedBatch:
             "num_segments": len(row_indices),
             "is_correct_S": torch.tensor([self.is_correct[i] for i in row_indices], dtype=torch.bool),
             "versions_T": pack("version").long(),
+            "is_chosen_T": pack("chosen").bool(),
             "denominators": self.denominators,
         }
         return LossInputs(**{**fields, **changes})
@@ -79,6 +80,7 @@ def make_batch(seed: int, num_rows: int = 9, spread: float = 0.4) -> RaggedBatch
                 "advantage": np.full(length, rng.normal()),
                 "mask": mask,
                 "version": rng.integers(3, 6, length).astype(float),
+                "chosen": (rng.random(length) < 0.2).astype(float),
             }
         )
     return RaggedBatch(rows, [bool(flag) for flag in rng.random(num_rows) < 0.5])

@@ -34,6 +34,10 @@ SECTIONS: dict[str, AlgorithmSection] = {
     "dppo_tv": AlgorithmSection(loss="dppo_tv", clip_low=0.1, clip_high=0.1, aggregation="token-mean"),
     "dppo_kl": AlgorithmSection(loss="dppo_kl", clip_low=0.02, clip_high=0.02, aggregation="token-mean"),
     "aipo": AlgorithmSection(loss="aipo", clip_high=0.4, aggregation="token-mean"),
+    "vespo": AlgorithmSection(loss="vespo", aggregation="token-mean"),
+    "clip_cov": AlgorithmSection(loss="clip_cov", clip_low=0.2, clip_high=0.2, aggregation="token-mean"),
+    "kl_cov": AlgorithmSection(loss="kl_cov", aggregation="token-mean"),
+    "distillation": AlgorithmSection(loss="none", kl=KlSection(1.0, "unbiased"), aggregation="token-mean"),
     "vapo": AlgorithmSection(
         name="vapo", loss="ppo", clip_low=0.2, clip_high=0.28, aggregation="token-mean", advantage="gae",
         positive_nll_coefficient=0.1, entropy_coefficient=0.01,
@@ -43,6 +47,9 @@ SECTIONS: dict[str, AlgorithmSection] = {
     "sequence_tis": corrected(CorrectionSection("sequence_tis", high=1.2)),
     "sequence_mask": corrected(CorrectionSection("sequence_mask", high=1.2)),
     "geometric_mask": corrected(CorrectionSection("geometric_mask", 0.8, 1.2)),
+    "geometric_tis": corrected(CorrectionSection("geometric_tis", high=1.1)),
+    "binary_kl_mask": corrected(CorrectionSection("binary_kl_mask", high=0.02)),
+    "tv_mask": corrected(CorrectionSection("tv_mask", high=0.1)),
     "opsm": corrected(CorrectionSection("opsm", high=0.01)),
 }  # fmt: skip
 
@@ -178,6 +185,8 @@ def test_broken_inputs_are_named(ragged: Any) -> None:
         build_algorithm(SECTIONS["gspo"]).loss(replace(inputs, advantages_T=torch.zeros(1)))
     with pytest.raises(ValueError, match="no reference log-probs"):
         build_algorithm(SECTIONS["grpo"]).loss(replace(inputs, ref_logprobs_T=None))
+    with pytest.raises(ValueError, match="none were chosen: annotate first"):
+        build_algorithm(SECTIONS["kl_cov"]).loss(replace(inputs, is_chosen_T=None))
     with pytest.raises(ValueError, match="no entropy was computed"):
         build_algorithm(SECTIONS["vapo"]).loss(replace(inputs, entropy_T=None))
 
@@ -207,6 +216,8 @@ def test_needs_follow_from_the_section() -> None:
     assert needs["grpo"] == {"old_logprobs", "ref_logprobs"}
     assert needs["rloo"] == {"old_logprobs", "ref_logprobs"}  # the unbiased KL reads the ratio
     assert needs["vapo"] == {"old_logprobs", "values"}
+    assert needs["clip_cov"] == {"old_logprobs", "chosen"}
+    assert needs["distillation"] == {"old_logprobs", "ref_logprobs"}
 
 
 def test_old_tokens_are_left_out_and_keep_their_place_in_the_denominator(ragged: Any) -> None:
@@ -259,3 +270,17 @@ def test_contradictions_are_refused_in_one_line(changes: dict[str, Any], message
     with pytest.raises(ValueError, match=message) as caught:
         build_algorithm(replace(AlgorithmSection(), **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_distillation_follows_the_reverse_kl_and_no_reward() -> None:
+    """On policy the gradient of a token is x / N with x = log pi - log pi_teacher, whatever the advantages are."""
+    policy_T = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    teacher_T = torch.tensor([-0.5, -2.0, -1.5], dtype=torch.float64)
+    inputs = LossInputs(
+        policy_logprobs_T=policy_T, old_logprobs_T=policy_T.detach(), rollout_logprobs_T=policy_T.detach(),
+        advantages_T=torch.tensor([9.0, -9.0, 9.0], dtype=torch.float64), loss_mask_T=torch.ones(3, dtype=torch.bool),
+        segment_ids_T=torch.tensor([0, 0, 1]), num_segments=2, is_correct_S=torch.tensor([True, False]),
+        versions_T=torch.zeros(3), denominators=Denominators(3, 2, 2), ref_logprobs_T=teacher_T,
+    )  # fmt: skip
+    build_algorithm(SECTIONS["distillation"]).loss(inputs).loss.backward()
+    np.testing.assert_allclose(policy_T.grad, (policy_T.detach() - teacher_T) / 3)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.batching.samples import build_samples, has_reward_variance
+from megatron_rl.batching.samples import build_samples
 from megatron_rl.types.rollout import (
     FinishReason,
     PolicyVersion,
@@ -70,12 +70,6 @@ def test_shapes_must_agree(group: TrajectoryGroup) -> None:
         build_samples([group], [[0.0, 0.0], [1.0]], mask_truncated=False)
     with pytest.raises(ValueError, match="group g0: 2 trajectories but 1 advantages"):
         build_samples([group], [[0.0]], mask_truncated=False)
-
-
-def test_variance_is_max_against_min(group: TrajectoryGroup) -> None:
-    assert has_reward_variance(group)
-    equal = tuple(replace(t, reward=RewardResult(0.1, False)) for t in group.trajectories)
-    assert not has_reward_variance(replace(group, trajectories=equal))
 
 
 def with_experts(segment: RolloutSegment, rows: list[int]) -> RolloutSegment:

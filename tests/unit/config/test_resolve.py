@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, OverlongSection
 from megatron_rl.config.resolve import batch_equation, resolve
 from megatron_rl.config.sections import (
     DataSection,
@@ -22,7 +22,9 @@ def test_derived_values() -> None:
         run=RunSection(name="sums", directory="out/{name}/{x}"),
         model=ModelSection(path="some/folder", dtype="bf16"),
         data=DataSection(max_prompt_tokens=100),
-        algorithm=AlgorithmSection(aggregation="seq-mean-token-sum-norm"),
+        algorithm=AlgorithmSection(
+            aggregation="seq-mean-token-sum-norm", overlong_punishment=OverlongSection(buffer_tokens=4)
+        ),
         rollout=RolloutSection(
             sampling=SamplingSection(max_new_tokens=20), eval_sampling=SamplingSection(max_new_tokens=30)
         ),
@@ -32,6 +34,7 @@ def test_derived_values() -> None:
     assert resolved.run.directory == "out/sums/{x}"
     assert resolved.data.tokenizer.path == "some/folder"
     assert resolved.algorithm.aggregation_constant == 20.0
+    assert resolved.algorithm.overlong_punishment.max_tokens == 20
     assert (resolved.rollout.embedded.max_context, resolved.rollout.embedded.dtype) == (130, "bf16")
     assert resolved.rollout.eval_sampling == SamplingSection(max_new_tokens=30)
     assert (resolved.trainer.layout.dp, resolved.trainer.layout.etp) == (5, 2)

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_rl.platforms.cpu_bf16 import enable_fp32_products_of_bf16, lacks_bf16_units
+
 CHECKED_VERSION = "0.5.23"
 _MASK_32 = 0xFFFFFFFF
 
@@ -124,3 +126,5 @@ def register() -> None:
         HookRegistry.register(patch.target, patch.hook, HookType[patch.kind])
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    if lacks_bf16_units():
+        enable_fp32_products_of_bf16()  # as the trainer does; three times faster than the emulated ones
