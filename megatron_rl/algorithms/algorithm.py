@@ -38,8 +38,11 @@ class Algorithm:
         """Whether advantages are made per token on the trainer ranks (GAE, discounting, KL in the reward)."""
         section = self.section
         is_discounted = section.advantage == "reinforce_pp" and section.gamma != 1.0
-        has_kl_in_reward = section.kl.coefficient != 0 and section.kl.placement == "reward"
-        return section.advantage == "gae" or is_discounted or has_kl_in_reward
+        return section.advantage == "gae" or is_discounted or self.has_kl_in_reward
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        return self.section.kl.coefficient != 0 and self.section.kl.placement == "reward"
 
     def group_advantages(
         self, rewards_by_group: Sequence[Sequence[float]], num_tokens_by_group: Sequence[Sequence[int]] | None = None
@@ -116,7 +119,7 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         needs.discard("old_logprobs")
     if section.kl.coefficient != 0:
         needs.add("ref_logprobs")
-        if section.kl.estimator == "unbiased":
+        if section.kl.estimator == "unbiased" or section.kl.placement == "reward":
             needs.add("old_logprobs")
     if section.advantage == "gae":
         needs.add("values")

@@ -58,11 +58,17 @@ def _opo(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> l
 
 
 def _reinforce_pp(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
-    return whiten_by_tokens(rewards, _required(counts), ddof=section.advantage_ddof)
+    return _whitened(rewards, counts, section)
 
 
 def _reinforce_pp_baseline(rewards: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
-    return whiten_by_tokens(_dr_grpo(rewards, counts, section), _required(counts), ddof=section.advantage_ddof)
+    return _whitened(_dr_grpo(rewards, counts, section), counts, section)
+
+
+def _whitened(values: Groups, counts: Groups | None, section: AlgorithmSection) -> list[np.ndarray]:
+    if not section.whiten_advantages:
+        return list(values)
+    return whiten_by_tokens(values, _required(counts), ddof=section.advantage_ddof)
 
 
 def _required(counts: Groups | None) -> Groups:

@@ -41,8 +41,8 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "reshard-plan": Command(
         "megatron_rl.cli.reshard_plan",
-        "say what a weight sync moves, from whom to whom, and how long it takes on a given network",
-        "megatron-rl reshard-plan configs/experiments/qwen3_30b_a3b_2x8.yaml --svg plan.svg",
+        "say what a weight sync moves and how long it takes",
+        "megatron-rl reshard-plan configs/quickstart.yaml --svg plan.svg",
     ),
     "doctor": Command(
         "megatron_rl.cli.doctor",

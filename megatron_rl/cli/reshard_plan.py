@@ -103,7 +103,7 @@ def plan_experiment(loaded: LoadedExperiment, config: ExperimentConfig, *, relay
 def model_dims(section: ModelSection, data: DataSection) -> tuple[str, ModelDims]:
     """Family and dims of an experiment; the vocabulary of a random start may follow from its tokenizer."""
     if section.path is not None:
-        family, dims = load_dims(section.path)
+        family, dims = load_dims(section.path, declared_too=True)
         return family.name, dims
     if section.family is None:
         raise UnsupportedModelError("model.family: needed where model.path is not set")

@@ -87,6 +87,8 @@ def _fail(error: Exception, status: int) -> int:
 def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: ModelSetup) -> None:
     """Refuse sizes that the model does not divide into. Raises ConfigError with file and line."""
     loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.trainer.layout)))
+    if config.critic.layout is not None:
+        loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.critic.layout), "critic.layout"))
     loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
     loaded.provenance.reject(check_router_replay(model.dims, config.algorithm.router_replay))
     loaded.provenance.reject(check_teacher(config.algorithm.reference, model))

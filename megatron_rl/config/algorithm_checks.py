@@ -10,6 +10,8 @@ from megatron_rl.config.provenance import Problem
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "reinforce_pp_baseline")
 """Advantages that compare the samples of one prompt: a single sample has none."""
 
+WHITENED_ADVANTAGES = ("gae", "reinforce_pp", "reinforce_pp_baseline")
+
 TOKEN_ADVANTAGES = ("gae", "reinforce_pp")
 """Advantages made per token: only they can take a discount and a KL penalty in the reward."""
 
@@ -72,6 +74,8 @@ def _check_advantage(algorithm: AlgorithmSection, samples_per_prompt: int) -> It
     if algorithm.gamma != 1 and algorithm.advantage not in TOKEN_ADVANTAGES:
         reason = f"advantage {algorithm.advantage} has no discount; expected 1.0, got {algorithm.gamma:g}"
         yield "algorithm.gamma", reason
+    if not algorithm.whiten_advantages and algorithm.advantage not in WHITENED_ADVANTAGES:
+        yield "algorithm.whiten_advantages", f"advantage {algorithm.advantage} is not whitened; remove it"
 
 
 def _check_loss(algorithm: AlgorithmSection) -> Iterator[Problem]:
@@ -86,6 +90,9 @@ def _check_loss(algorithm: AlgorithmSection) -> Iterator[Problem]:
         if loss not in readers and getattr(algorithm, key) != getattr(default, key):
             reason = f"only loss {' and '.join(readers)} reads it, not {loss}; remove it or choose that loss"
             yield f"algorithm.{key}", reason
+    if loss in COVARIANCE_LOSSES and makes_token_advantages(algorithm):
+        reason = f"loss {loss} chooses its tokens before advantages per token are made; expected one per answer, such as grpo"
+        yield "algorithm.advantage", reason
     if loss in COVARIANCE_LOSSES and algorithm.covariance.low >= algorithm.covariance.high:
         reason = f"expected a value below high {algorithm.covariance.high:g}, got {algorithm.covariance.low:g}"
         yield "algorithm.covariance.low", reason
@@ -112,6 +119,12 @@ def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
     if kl.placement == "reward" and algorithm.advantage not in TOKEN_ADVANTAGES:
         reason = f"reward needs an advantage per token ({', '.join(TOKEN_ADVANTAGES)}), not {algorithm.advantage}"
         yield "algorithm.kl.placement", f"{reason}; expected loss"
+
+
+def makes_token_advantages(algorithm: AlgorithmSection) -> bool:
+    """Whether advantages are made on the trainer ranks, after everything else is annotated."""
+    in_reward = algorithm.kl.coefficient != 0 and algorithm.kl.placement == "reward"
+    return algorithm.advantage == "gae" or algorithm.gamma != 1 or in_reward
 
 
 def _check_reference(algorithm: AlgorithmSection) -> Iterator[Problem]:
@@ -162,8 +175,8 @@ def check_overlong_fits(algorithm: AlgorithmSection, max_new_tokens: int) -> Ite
 def _check_replay(algorithm: AlgorithmSection) -> Iterator[Problem]:
     if not algorithm.replay.num_groups:
         return
-    if algorithm.advantage == "gae":
-        reason = "the draw's weight multiplies group advantages, gae makes them per token; expected 0"
+    if makes_token_advantages(algorithm):
+        reason = f"the draw's weight multiplies advantages per answer, {algorithm.advantage} makes them per token; expected 0"
         yield "algorithm.replay.num_groups", reason
     if algorithm.loss != "aipo" and algorithm.correction.kind in ("none", "opsm"):
         reason = "replayed answers were sampled by older weights; expected a correction by old/rollout such as tis"

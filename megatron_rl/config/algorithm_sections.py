@@ -160,6 +160,8 @@ class AlgorithmSection:
     lambda_critic: float = 1.0
     lambda_alpha: float | None = None
     """Length-adaptive lambda 1 - 1/(alpha l) (VAPO); None: `lambda_actor`."""
+    whiten_advantages: bool = True
+    """gae, reinforce_pp and reinforce_pp_baseline: mean 0 and variance 1 over all tokens of the step."""
     positive_nll_coefficient: float = 0.0
     skip_zero_variance_groups: bool = False
     """Leave groups whose samples all got one score out of the batch (they carry no policy gradient)."""

@@ -14,12 +14,16 @@ from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.resolve import derive_etp
 from megatron_rl.config.sections import (
+    AlgorithmSection,
+    CriticSection,
     DataSection,
     ExperimentConfig,
     LayoutSection,
     ModelSection,
+    OptimizerSection,
     RolloutSection,
     RunSection,
+    SyncSection,
     TrainerSection,
 )
 
@@ -29,12 +33,16 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems = [*check_ranges(config), *check_known_options(config.trainer.megatron, config.rollout.sglang)]
     problems += check_model(config.model, config.data)
     problems += check_data(config.data)
-    problems += check_layout_sizes(config.trainer.layout)
+    problems += check_layout_sizes(config.trainer.layout, "trainer.layout")
+    if config.critic.layout is not None:
+        problems += check_layout_sizes(config.critic.layout, "critic.layout")
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
-    problems += check_optimizer(config.trainer)
+    problems += check_optimizer(config.trainer.optimizer, "trainer.optimizer")
+    problems += check_critic(config.critic, config.algorithm)
+    problems += check_sync(config.sync)
     problems += check_shared_prompts(config.trainer)
     return problems
 
@@ -82,22 +90,24 @@ def check_data(data: DataSection) -> Iterator[Problem]:
             yield f"{path}.prompt_template", "expected a text that contains {prompt}"
 
 
-def check_layout_sizes(layout: LayoutSection) -> Iterator[Problem]:
+def check_layout_sizes(layout: LayoutSection, key: str) -> Iterator[Problem]:
     """World size = tp * cp * dp * pp, and also etp * ep * expert_dp * pp."""
     etp = derive_etp(layout)
     dense, expert = layout.tp * layout.cp * layout.pp, etp * layout.ep * layout.pp
-    path = "trainer.layout.num_ranks"
+    path = f"{key}.num_ranks"
+    if dense < 1 or expert < 1:
+        return  # a size below 1 is refused by its range
     if layout.num_ranks % dense:
         sizes = f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {dense}"
         yield path, f"expected a multiple of {sizes}, got {layout.num_ranks}"
     elif layout.dp is not None and layout.dp * dense != layout.num_ranks:
         right = layout.num_ranks // dense
-        yield "trainer.layout.dp", f"expected num_ranks / (tp * cp * pp) = {right}, got {layout.dp}; leave it out"
+        yield f"{key}.dp", f"expected num_ranks / (tp * cp * pp) = {right}, got {layout.dp}; leave it out"
     elif layout.num_ranks % expert:
         sizes = f"etp {etp} x ep {layout.ep} x pp {layout.pp} = {expert}"
         yield path, f"expected a multiple of {sizes}, got {layout.num_ranks}"
     if layout.virtual_pp > 1 and layout.pp == 1:
-        yield "trainer.layout.virtual_pp", f"expected 1 with pp 1 (nothing to interleave), got {layout.virtual_pp}"
+        yield f"{key}.virtual_pp", f"expected 1 with pp 1 (nothing to interleave), got {layout.virtual_pp}"
 
 
 def check_batch(run: RunSection, trainer: TrainerSection) -> Iterator[Problem]:
@@ -132,11 +142,32 @@ def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Proble
         yield "rollout.sglang.receiver_dirs", reason
 
 
-def check_optimizer(trainer: TrainerSection) -> Iterator[Problem]:
-    optimizer = trainer.optimizer
+def check_optimizer(optimizer: OptimizerSection, path: str) -> Iterator[Problem]:
     if optimizer.schedule != "constant" and optimizer.min_learning_rate > optimizer.learning_rate:
         reason = f"expected at most learning_rate {optimizer.learning_rate:g}, got {optimizer.min_learning_rate:g}"
-        yield "trainer.optimizer.min_learning_rate", reason
+        yield f"{path}.min_learning_rate", reason
+
+
+def check_critic(critic: CriticSection, algorithm: AlgorithmSection) -> Iterator[Problem]:
+    yield from check_optimizer(critic.optimizer, "critic.optimizer")
+    if critic.pretraining.optimizer is not None:
+        yield from check_optimizer(critic.pretraining.optimizer, "critic.pretraining.optimizer")
+    if critic.path is not None and algorithm.advantage != "gae":
+        reason = f"advantage {algorithm.advantage} has no critic; remove it or set algorithm.advantage=gae"
+        yield "critic.path", reason
+    if critic.layout is not None and algorithm.kl.coefficient and algorithm.kl.placement == "reward":
+        reason = "a critic on ranks of its own does not see the policy's KL in the reward; expected null (the trainer's ranks)"
+        yield "critic.layout", f"{reason} or algorithm.kl.placement=loss"
+
+
+def check_sync(sync: SyncSection) -> Iterator[Problem]:
+    if sync.transport == "disk" and sync.directory is None:
+        yield "sync.directory", "transport disk needs a folder that trainers and engines share"
+    if sync.transport != "disk" and sync.directory is not None:
+        yield "sync.directory", f"transport {sync.transport} writes no files; remove it or set sync.transport: disk"
+    if sync.full_sync_interval > 1 and sync.transport not in ("auto", "p2p"):
+        reason = f"deltas travel over p2p, transport is {sync.transport}; expected 1, got {sync.full_sync_interval}"
+        yield "sync.full_sync_interval", reason
 
 
 def check_shared_prompts(trainer: TrainerSection) -> Iterator[Problem]:

@@ -39,6 +39,24 @@ NOT_NEGATIVE = Range(0)
 SHARE = Range(0, 1)
 DECAY = Range(0, 1, open_high=True)
 
+
+def _layout_ranges(path: str) -> dict[str, Range]:
+    return {f"{path}.{axis}": COUNT for axis in ("tp", "pp", "virtual_pp", "cp", "ep", "etp", "dp", "num_ranks")}
+
+
+def _optimizer_ranges(path: str) -> dict[str, Range]:
+    return {
+        f"{path}.learning_rate": NOT_NEGATIVE,
+        f"{path}.min_learning_rate": NOT_NEGATIVE,
+        f"{path}.num_warmup_steps": COUNT_OR_OFF,
+        f"{path}.weight_decay": NOT_NEGATIVE,
+        f"{path}.beta1": DECAY,
+        f"{path}.beta2": DECAY,
+        f"{path}.epsilon": POSITIVE,
+        f"{path}.clip_grad": NOT_NEGATIVE,
+    }
+
+
 RANGES: Mapping[str, Range] = {
     "run.num_steps": COUNT_OR_OFF,
     "run.prompts_per_step": COUNT,
@@ -101,22 +119,8 @@ RANGES: Mapping[str, Range] = {
     "rollout.sglang.num_concurrent": COUNT,
     "rollout.sglang.start_timeout_s": POSITIVE,
     "rollout.sglang.request_timeout_s": POSITIVE,
-    "trainer.layout.tp": COUNT,
-    "trainer.layout.pp": COUNT,
-    "trainer.layout.virtual_pp": COUNT,
-    "trainer.layout.cp": COUNT,
-    "trainer.layout.ep": COUNT,
-    "trainer.layout.etp": COUNT,
-    "trainer.layout.dp": COUNT,
-    "trainer.layout.num_ranks": COUNT,
-    "trainer.optimizer.learning_rate": NOT_NEGATIVE,
-    "trainer.optimizer.min_learning_rate": NOT_NEGATIVE,
-    "trainer.optimizer.num_warmup_steps": COUNT_OR_OFF,
-    "trainer.optimizer.weight_decay": NOT_NEGATIVE,
-    "trainer.optimizer.beta1": DECAY,
-    "trainer.optimizer.beta2": DECAY,
-    "trainer.optimizer.epsilon": POSITIVE,
-    "trainer.optimizer.clip_grad": NOT_NEGATIVE,
+    **_layout_ranges("trainer.layout"),
+    **_optimizer_ranges("trainer.optimizer"),
     "trainer.warm_start.num_steps": COUNT_OR_OFF,
     "trainer.warm_start.batch_size": COUNT,
     "trainer.warm_start.learning_rate": NOT_NEGATIVE,
@@ -128,8 +132,18 @@ RANGES: Mapping[str, Range] = {
     "trainer.moe_aux_loss_coefficient": NOT_NEGATIVE,
     "trainer.moe_expert_bias_update_rate": NOT_NEGATIVE,
     "trainer.num_threads": COUNT,
+    **_layout_ranges("critic.layout"),
+    **_optimizer_ranges("critic.optimizer"),
+    "critic.value_clip": POSITIVE,
+    "critic.inner_epochs": COUNT,
+    "critic.pretraining.num_steps": COUNT_OR_OFF,
+    "critic.pretraining.explained_variance": Range(0, 1, open_low=True, open_high=True),
+    **_optimizer_ranges("critic.pretraining.optimizer"),
     "sync.bucket_bytes": COUNT,
+    "sync.full_sync_interval": COUNT,
     "sync.timeout_s": POSITIVE,
+    "sync.probe_interval": COUNT_OR_OFF,
+    "sync.probe_tolerance": POSITIVE,
     "cluster.gpus_per_trainer_rank": NOT_NEGATIVE,
     "cluster.gpus_per_engine_rank": NOT_NEGATIVE,
     "cluster.start_timeout_s": POSITIVE,

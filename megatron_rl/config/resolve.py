@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
-from megatron_rl.config.sections import ExperimentConfig, LayoutSection, RolloutSection
+from megatron_rl.config.sections import CriticSection, ExperimentConfig, LayoutSection, RolloutSection
 from megatron_rl.config.yaml_tree import dump_plain
 
 
@@ -23,6 +23,7 @@ def resolve(config: ExperimentConfig) -> ExperimentConfig:
         algorithm=_resolve_algorithm(config.algorithm, config.rollout.sampling.max_new_tokens),
         rollout=_resolve_rollout(config.rollout, config.data.max_prompt_tokens, config.model.dtype),
         trainer=dataclasses.replace(config.trainer, layout=_resolve_layout(config.trainer.layout)),
+        critic=_resolve_critic(config.critic, config.trainer.inner_epochs),
     )
 
 
@@ -47,6 +48,14 @@ def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> Algo
     if algorithm.aggregation == "seq-mean-token-sum-norm" and constant is None:
         constant = float(max_new_tokens)
     return dataclasses.replace(algorithm, aggregation_constant=constant, overlong_punishment=punishment)
+
+
+def _resolve_critic(critic: CriticSection, inner_epochs: int) -> CriticSection:
+    return dataclasses.replace(
+        critic,
+        layout=None if critic.layout is None else _resolve_layout(critic.layout),
+        inner_epochs=inner_epochs if critic.inner_epochs is None else critic.inner_epochs,
+    )
 
 
 def _resolve_rollout(rollout: RolloutSection, max_prompt_tokens: int, dtype: Any) -> RolloutSection:

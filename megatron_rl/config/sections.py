@@ -240,14 +240,63 @@ class TrainerSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ValuePretrainingSection:
+    """Steps of the critic alone, on rollouts of the policy as it is before RL; `num_steps` 0 is off.
+
+    Targets are Monte-Carlo returns (lambda 1). It ends after `num_steps`, or before that when the values explain
+    `explained_variance` of the variance of returns that they were not trained on yet.
+    """
+
+    num_steps: int = 0
+    explained_variance: float | None = None
+    """None: no early end."""
+    optimizer: OptimizerSection | None = None
+    """None: as `critic.optimizer`, at a constant rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSection:
+    """The value model of algorithms that need values (advantage gae); unused by others.
+
+    It has the policy's decoder with a scalar head.
+    """
+
+    layout: LayoutSection | None = None
+    """Ranks of its own, beside the trainer's; None: it takes turns with the policy on the trainer's ranks, in their layout."""
+
+    path: str | None = None
+    """A reward model's Hugging Face folder (the policy's architecture with `score.weight`); None: the policy's weights at
+    the beginning of RL and a head of zeros."""
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(learning_rate=2e-6))
+    value_clip: float | None = 0.5
+    """How far a value may move from the one before the step; None: off."""
+    inner_epochs: int | None = None
+    """Passes over the batch of a step; None: as `trainer.inner_epochs`."""
+    pretraining: ValuePretrainingSection = field(default_factory=ValuePretrainingSection)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncSection:
     """Weight sync from trainer to engines."""
 
-    transport: Literal["tcp", "cuda_ipc"] = "tcp"
-    """`cuda_ipc`: trainer and engine ranks share a GPU, and slices are handed over in its memory."""
-    bucket_bytes: int = 64 * 1024 * 1024
+    transport: Literal["auto", "p2p", "ipc", "disk"] = "auto"
+    """`p2p`: over the network, from parameters into parameters; `ipc`: trainer and engine rank share a machine and hand
+    memory over; `disk`: through `directory`; `auto`: per pair of ranks `ipc` where it can be, else `p2p`."""
+    directory: str | None = None
+    """disk: a folder on a file system that trainers and engines share."""
+    staging: Literal["none", "host"] = "none"
+    """`none`: slices land in the weights of paused engines; a failed sync leaves them paused. `host`: they land in host
+    memory beside weights that keep serving, and are swapped in when all have arrived."""
+    full_sync_interval: int = 1
+    """Over p2p: every n-th version is sent whole, those between as lossless deltas (and whole wherever an engine rank does
+    not hold the version before); 1: always whole. Trainer ranks keep what they sent, 2 bytes per weight."""
+    bucket_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 300.0
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    probe_interval: int = 20
+    """After the first and every n-th sync a fixed batch is scored by trainer and engines and compared; 0: never."""
+    probe_tolerance: float = 0.1
+    """The largest mean difference in log-prob per token that a probe accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +335,7 @@ class ExperimentConfig:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     sync: SyncSection = field(default_factory=SyncSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

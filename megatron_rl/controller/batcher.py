@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,10 +20,22 @@ from megatron_rl.types.rollout import FinishReason, Trajectory, TrajectoryGroup
 from megatron_rl.types.training import TrainBatch, TrainSample
 
 
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One training step, cut for the policy's layout and, where the critic has ranks of its own, for the critic's.
+
+    Minibatches hold the same samples in both.
+    """
+
+    policy: TrainBatch
+    critic: TrainBatch | None = None
+
+
 class Batcher:
     """Cuts samples into minibatches, data-parallel shares and packed microbatches.
 
-    `shares_prompts`: whether the trainer ranks can compute the prompt of a group once (`TrainerGroup.start` knows).
+    `critic_layout`: of a critic that has ranks of its own. `shares_prompts`: whether all these ranks can compute the prompt
+    of a group once (`RankGroup.start` knows).
     """
 
     def __init__(
@@ -32,15 +44,17 @@ class Batcher:
         trainer: TrainerSection,
         layout: ParallelLayout,
         run: RunSection,
+        critic_layout: ParallelLayout | None = None,
         *,
         shares_prompts: bool = False,
     ) -> None:
-        self._algorithm, self._trainer, self._layout, self._run = algorithm, trainer, layout, run
+        self._algorithm, self._trainer, self._run = algorithm, trainer, run
+        self._layout, self._critic_layout = layout, critic_layout
         self._replay = ReplayBuffer(algorithm.section.replay)
         least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
         self._min_shared_prompt = least if shares_prompts else None
 
-    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> TrainBatch | None:
+    def build(self, groups: Sequence[TrajectoryGroup], step: int) -> StepBatch | None:
         """The batch of a training step; None when every group was left out for want of variance.
 
         Raises ValueError, naming the prompt, for a reward that is missing or not finite.
@@ -59,7 +73,11 @@ class Batcher:
         samples = build_samples(
             [item.group for item in scored], [item.advantages_G.tolist() for item in scored], section.mask_truncated
         )
-        return self._pack(samples, self._trainer.minibatches_per_step, self._trainer.inner_epochs, step)
+        num_parts = self._trainer.minibatches_per_step, self._trainer.inner_epochs
+        return StepBatch(
+            self._pack(self._layout, samples, *num_parts, step),
+            None if self._critic_layout is None else self._pack(self._critic_layout, samples, *num_parts, step),
+        )
 
     def _num_trained(self, trajectory: Trajectory) -> int:
         is_masked = self._algorithm.section.mask_truncated and trajectory.finish_reason is FinishReason.LENGTH
@@ -67,10 +85,11 @@ class Batcher:
 
     def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:
         """The batch of one supervised step: the loss mask is the answer."""
-        return self._pack([_supervised_sample(number, pair) for number, pair in enumerate(pairs)], 1, 1, step)
+        return self._pack(self._layout, [_supervised_sample(number, pair) for number, pair in enumerate(pairs)], 1, 1, step)
 
-    def _pack(self, samples: list[TrainSample], num_minibatches: int, inner_epochs: int, step: int) -> TrainBatch:
-        layout = self._layout
+    def _pack(
+        self, layout: ParallelLayout, samples: list[TrainSample], num_minibatches: int, inner_epochs: int, step: int
+    ) -> TrainBatch:
         return build_train_batch(
             samples,
             dp_size=layout.dp,

@@ -12,7 +12,7 @@ from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.request_stream import Answer, RequestDesk
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.types.rollout import GenerationRequest, PolicyVersion
 
 ENGINES: dict[str, str] = {

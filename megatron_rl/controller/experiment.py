@@ -6,27 +6,34 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
-from megatron_rl.config.sections import ClusterSection, ExperimentConfig, RolloutSection, SamplingSection
-from megatron_rl.controller.actors import EngineActor, EngineNodeActor, TrainerActor
+from megatron_rl.config.sections import (
+    ClusterSection,
+    CriticSection,
+    ExperimentConfig,
+    RolloutSection,
+    SamplingSection,
+)
+from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.controller.layouts import engine_layout, trainer_layout
-from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
+from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
-from megatron_rl.controller.remote import RemoteEngine, TrainerGroup
+from megatron_rl.controller.probe import WeightProbe
+from megatron_rl.controller.remote import CriticGroup, PolicyAndCritic, RankGroup, RemoteEngine, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rewards.registry import load_reward
 from megatron_rl.rollout.collector import Collector, Scorer
@@ -37,6 +44,7 @@ from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
 
 logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
+NUM_PROBE_PROMPTS = 4
 
 
 class UnservedError(ValueError):
@@ -49,9 +57,12 @@ class Experiment:
     def __init__(self, config: ExperimentConfig, model: ModelSetup, tokenizer: Tokenizer) -> None:
         self._config, self._model, self._tokenizer = config, model, tokenizer
         self._algorithm = build_algorithm(config.algorithm)
-        check_algorithm_is_served(self._algorithm)
+        self._critic = config.critic if "values" in self._algorithm.needs else None
         check_engine_is_served(config.rollout)
         self._layout = trainer_layout(config.trainer.layout)
+        self._critic_layout = None
+        if self._critic is not None and self._critic.layout is not None:
+            self._critic_layout = trainer_layout(self._critic.layout)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
@@ -66,9 +77,10 @@ class Experiment:
 
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
+        num_critic_ranks = 0 if self._critic_layout is None else self._critic_layout.world_size
         plan = plan_bundles(
             config.cluster,
-            self._layout.world_size,
+            self._layout.world_size + num_critic_ranks,
             config.rollout.num_engines,
             self._engine_layout.tp,
             nodes_per_engine=engine_nodes(config.rollout),
@@ -80,44 +92,52 @@ class Experiment:
         engines: list[RemoteEngine] = []
         try:
             trainers = self._create_trainers(cluster)
+            critic = None if self._critic_layout is None else self._create_critic(cluster, self._critic_layout)
             engines += self._create_engines(cluster)
-            shares_prompts, addresses = await self._start(trainers, engines)
+            if self._critic_layout is not None:
+                logger.info("%d critic ranks (%s)", self._critic_layout.world_size, _sizes(self._critic_layout))
+            groups = [trainers] if critic is None else [trainers, critic]
+            shares_prompts, addresses = await self._start(groups, engines)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
             )  # fmt: skip
-            weight_sync = WeightSync(
-                self._reshard_plan(), trainers, engines, addresses, self._key, config.sync
+            sync = config.sync
+            probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
+            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
+            batcher = Batcher(
+                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
             )
-            batcher = Batcher(self._algorithm, config.trainer, self._layout, config.run, shares_prompts=shares_prompts)
-            await self._training_loop(data, engines, trainers, batcher, weight_sync, telemetry).execute()
+            roles = trainers if critic is None else PolicyAndCritic(trainers, critic, self._critic_start(trainers))
+            await self._training_loop(data, engines, roles, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
-                await self._export(trainers)
+                await self._export(trainers, "final")
         finally:
             await _stop_all(engines)
             cluster.close()
             telemetry.close()
 
-    async def _start(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
-        """Start everything side by side: (whether trainers can share prompts, the receivers' addresses by engine)."""
+    async def _start(self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
+        """Start everything side by side: (whether all ranks can share prompts, the receivers' addresses by engine)."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
                 shares_prompts, starts = await asyncio.gather(
-                    trainers.start(), asyncio.gather(*(engine.start() for engine in engines))
+                    asyncio.gather(*(group.start() for group in groups)),
+                    asyncio.gather(*(engine.start() for engine in engines)),
                 )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
-        return shares_prompts, [address for start in starts for address in start]
+        return all(shares_prompts), [address for start in starts for address in start]
 
     def _training_loop(
         self,
         data: DataBundle,
         engines: Sequence[RemoteEngine],
-        trainers: TrainerGroup,
+        trainers: Trainers,
         batcher: Batcher,
         weight_sync: WeightSync,
         telemetry: Telemetry,
@@ -128,6 +148,7 @@ class Experiment:
         return TrainingLoop(
             config.run,
             config.trainer,
+            self._critic,
             self._sampling(config.rollout.sampling),
             self._sampling(config.rollout.eval_sampling),
             data=data,
@@ -142,25 +163,51 @@ class Experiment:
         )
 
     def _create_trainers(self, cluster: Cluster) -> TrainerGroup:
+        critic = self._critic if self._critic_layout is None else None
+        setup = self._worker_setup(cluster, self._layout, critic)
+        python = self._config.cluster.trainer_python
+        actors = [
+            cluster.create(TrainerActor, f"trainer-{rank}", rank, python, setup, rank)
+            for rank in range(self._layout.world_size)
+        ]
+        return TrainerGroup(actors, self._layout, self._key, cluster.logs)
+
+    def _create_critic(self, cluster: Cluster, layout: ParallelLayout) -> CriticGroup:
+        """The critic's ranks, in the bundles behind the trainer's."""
+        setup = self._worker_setup(cluster, layout, self._critic)
+        python, first = self._config.cluster.trainer_python, self._layout.world_size
+        actors = [
+            cluster.create(CriticActor, f"critic-{rank}", first + rank, python, setup, rank)
+            for rank in range(layout.world_size)
+        ]
+        return CriticGroup(actors, layout, cluster.logs)
+
+    def _critic_start(self, trainers: TrainerGroup) -> Callable[[], Awaitable[str]] | None:
+        """How a critic on ranks of its own gets the policy's weights; None where it has its first ones already."""
+        if self._config.critic.path is not None or self._config.trainer.warm_start.num_steps == 0:
+            return None
+
+        async def export() -> str:
+            return str(await self._export(trainers, "critic_start"))
+
+        return export
+
+    def _worker_setup(self, cluster: Cluster, layout: ParallelLayout, critic: CriticSection | None) -> WorkerSetup:
         config = self._config
-        setup = WorkerSetup(
+        return WorkerSetup(
             model=self._model,
             dtype=config.model.dtype,
             section=config.trainer,
+            critic=critic,
             algorithm=config.algorithm,
             sync=config.sync,
-            layout=self._layout,
+            layout=layout,
             engine_layout=self._engine_layout,
             temperature=config.rollout.sampling.temperature,
             seed=config.run.seed,
             start_timeout_s=config.cluster.start_timeout_s,
             is_single_node=cluster.is_single_node,
         )
-        actors = [
-            cluster.create(TrainerActor, f"trainer-{rank}", rank, config.cluster.trainer_python, setup, rank)
-            for rank in range(self._layout.world_size)
-        ]
-        return TrainerGroup(actors, self._layout, self._key, cluster.logs)
 
     def _create_engines(self, cluster: Cluster) -> list[RemoteEngine]:
         config = self._config
@@ -220,14 +267,15 @@ class Experiment:
             stop_token_ids=(self._tokenizer.eos_id,),
         )
 
-    async def _export(self, trainers: TrainerGroup) -> None:
-        folder = self.directory.path / "checkpoints" / "final"
+    async def _export(self, trainers: TrainerGroup, name: str) -> Path:
+        folder = self.directory.path / "checkpoints" / name
         parts = str(folder) + ".parts"
         await trainers.export_parts(parts)
         dtype = DTYPES[self._config.model.dtype]
         await asyncio.to_thread(merge_export, parts, folder, self._model.family, self._model.dims, dtype)
         self._tokenizer.save(folder)
         logger.info("exported %s", folder)
+        return folder
 
 
 async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
@@ -241,15 +289,6 @@ async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
         raise
 
 
-def check_algorithm_is_served(algorithm: Algorithm) -> None:
-    """Raises UnservedError for advantages that are made per token on the trainer ranks, which nothing annotates yet."""
-    if algorithm.has_token_advantages:
-        raise UnservedError(
-            f"algorithm.name={algorithm.name}: advantages per token (advantage gae, gamma below 1, kl.placement reward) need "
-            "a value model or token rewards, which this version does not train with; use grpo, gspo, dapo, dr_grpo or rloo"
-        )
-
-
 def check_engine_is_served(section: RolloutSection) -> None:
     """Raises UnservedError for data-parallel attention: SGLang asserts dp_size == 1 in every weight update."""
     if section.engine == "sglang" and section.sglang.attn_dp_size > 1:
@@ -257,6 +296,11 @@ def check_engine_is_served(section: RolloutSection) -> None:
             f"rollout.sglang.attn_dp_size={section.sglang.attn_dp_size}: SGLang updates no weights under data-parallel "
             "attention; set it to 1"
         )
+
+
+def probe_tokens(data: DataBundle) -> list[tuple[int, ...]]:
+    """What probes score: the first prompts of the evaluation."""
+    return [prompt.token_ids for prompt in data.eval_prompts[:NUM_PROBE_PROMPTS]]
 
 
 def receiver_key(section: RolloutSection) -> bytes:

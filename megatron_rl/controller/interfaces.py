@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 
 
 def free_address(interface: str) -> Address:

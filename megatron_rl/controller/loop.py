@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from megatron_rl.config.sections import OptimizerSection, RunSection, TrainerSection
-from megatron_rl.controller.batcher import Batcher
+from megatron_rl.config.sections import (
+    CriticSection,
+    OptimizerSection,
+    RunSection,
+    TrainerSection,
+    ValuePretrainingSection,
+)
+from megatron_rl.controller.batcher import Batcher, StepBatch
 from megatron_rl.controller.metrics import accuracy, rollout_metrics, sample_rows, training_metrics
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.data.bundle import DataBundle, SftPair
@@ -22,13 +29,17 @@ T = TypeVar("T")
 
 
 class Trainers(Protocol):
-    """The policy's ranks as the loop sees them."""
+    """The ranks of the policy and of its critic as the loop sees them."""
 
     async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None: ...
 
-    async def train_step(self, batch: TrainBatch, version: int) -> dict[str, float]: ...
+    async def train_step(self, batch: StepBatch, version: int) -> dict[str, float]: ...
 
     async def sft_step(self, batch: TrainBatch) -> dict[str, float]: ...
+
+    async def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None: ...
+
+    async def value_step(self, batch: StepBatch) -> dict[str, float]: ...
 
 
 class Publisher(Protocol):
@@ -42,12 +53,15 @@ class PhaseTimeoutError(RuntimeError):
 
 
 class TrainingLoop:
-    """One run: warm start, then `num_steps` training steps in lockstep (no sample is older than the policy it trains)."""
+    """One run: warm start, value pretraining, then `num_steps` training steps in lockstep (no sample is older than the
+    policy it trains). `critic` None: the algorithm reads no values.
+    """
 
     def __init__(
         self,
         run: RunSection,
         trainer: TrainerSection,
+        critic: CriticSection | None,
         sampling: SamplingParams,
         eval_sampling: SamplingParams,
         *,
@@ -61,7 +75,7 @@ class TrainingLoop:
         telemetry: Telemetry,
         directory: RunDirectory,
     ) -> None:
-        self.run, self.trainer = run, trainer
+        self.run, self.trainer, self.critic = run, trainer, critic
         self.sampling, self.eval_sampling = sampling, eval_sampling
         self.data, self.pairs_of, self.decode = data, pairs_of, decode
         self.collector, self.batcher = collector, batcher
@@ -79,6 +93,8 @@ class TrainingLoop:
             self.version = await self._phase("sync", self.weight_sync.publish())
             await self._evaluate(0)
             self.telemetry.record({"policy_version": self.version})
+            if self.critic is not None:
+                await self._begin_critic(self.critic)
         for step in range(1, self.run.num_steps + 1):
             with self.telemetry.step(step):
                 await self.run_step(step)
@@ -108,12 +124,40 @@ class TrainingLoop:
             if step % 20 == 0 or step == section.num_steps:
                 logger.info("warm start %d/%d: loss %.3f", step, section.num_steps, metrics["loss/supervised"])
 
+    async def _begin_critic(self, critic: CriticSection) -> None:
+        """Value pretraining, then the critic's schedule of RL."""
+        assert critic.inner_epochs is not None, "resolve the configuration first"
+        steps_per_step = self.trainer.minibatches_per_step * critic.inner_epochs
+        if critic.pretraining.num_steps:
+            optimizer = critic.pretraining.optimizer or replace(critic.optimizer, schedule="constant")
+            await self.trainers.begin_critic_phase(optimizer, critic.pretraining.num_steps * steps_per_step)
+            await self._pretrain_values(critic.pretraining)
+        await self.trainers.begin_critic_phase(critic.optimizer, self.run.num_steps * steps_per_step)
+
+    async def _pretrain_values(self, section: ValuePretrainingSection) -> None:
+        """Steps of the critic alone on rollouts of the policy as it stands, until its values are good enough."""
+        explained, step = 0.0, 0
+        while step < section.num_steps and (section.explained_variance is None or explained < section.explained_variance):
+            step += 1
+            prompts = self.data.train_sampler.next(self.run.prompts_per_step)
+            groups, _ = await self._collect(prompts, self.run.samples_per_prompt, self.sampling, f"values-{step}")
+            batch = self.batcher.build(groups, self.run.num_steps + step)
+            if batch is None:  # every group was left out for want of variance
+                continue
+            metrics = await self._phase("value_pretraining", self.trainers.value_step(batch))
+            explained = metrics["loss/explained_variance"]
+            logger.info(
+                "value pretraining %d/%d: value loss %.4f, explained variance %.3f",
+                step, section.num_steps, metrics["loss/value"], explained,
+            )  # fmt: skip
+        self.telemetry.record({"value_pretraining/num_steps": step, "value_pretraining/explained_variance": explained})
+
     async def _collect(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, tag: str
     ) -> tuple[list[TrajectoryGroup], RolloutStats]:
         return await self._phase("rollout", self.collector.collect(prompts, num_samples, sampling, tag))
 
-    async def _train(self, batch: TrainBatch | None) -> dict[str, float] | None:
+    async def _train(self, batch: StepBatch | None) -> dict[str, float] | None:
         if batch is None:
             return None
         return await self._phase("train", self.trainers.train_step(batch, self.version))
@@ -138,9 +182,7 @@ class TrainingLoop:
         metrics = training_metrics(trained, self._learning_rate)
         self._learning_rate = metrics["learning_rate"]
         times = {"time/generate_s": rollout.generate_s, "time/reward_s": rollout.reward_s}
-        self.telemetry.record(
-            {"policy_version": self.version} | times | rollout_metrics(groups, rollout) | metrics
-        )
+        self.telemetry.record({"policy_version": self.version} | times | rollout_metrics(groups, rollout) | metrics)
         shown = groups[: self.run.num_logged_samples]
         texts = [[self.decode(trajectory.response_ids) for trajectory in group.trajectories] for group in shown]
         rows = sample_rows(shown, texts)

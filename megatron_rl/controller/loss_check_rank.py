@@ -7,14 +7,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.sections import OptimizerSection, TrainerSection
-from megatron_rl.controller.synthetic_batch import VERSION, denominators_of, microbatches_of, synthetic_samples
+from megatron_rl.controller.synthetic_batch import (
+    VERSION,
+    SyntheticSample,
+    denominators_of,
+    microbatches_of,
+    synthetic_samples,
+)
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.platforms.platform import CpuPlatform
@@ -27,6 +34,7 @@ from megatron_rl.trainer.parallel import (
 )
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.types.training import Microbatch
 
 OFFSETS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 
@@ -64,15 +72,14 @@ def measure_objective(
     num_microbatches: int,
     is_reversed: bool = False,
     seed: int = 1,
+    scored: Sequence[np.ndarray] | None = None,
 ) -> tuple[float, float]:
     """(loss, gradient norm) of one optimizer step on the synthetic minibatch; collective. The step moves the weights unless
-    the learning rate is 0.
+    the learning rate is 0. `scored`: what `score_batch` gave; None: score now.
     """
     algorithm = build_algorithm(section)
-    samples = synthetic_samples(algorithm, trainer.dims.vocab_size, seed)
-    order = list(range(len(samples)))[:: -1 if is_reversed else 1]
-    mine = order[coords_of(trainer.layout, rank).dp :: trainer.layout.dp]
-    microbatches = microbatches_of(samples, mine, num_microbatches)
+    cut: dict[str, Any] = {"num_microbatches": num_microbatches, "is_reversed": is_reversed, "seed": seed}
+    samples, microbatches = _own_microbatches(algorithm, trainer, rank, **cut)
     # Near the policy, so that both sides of a clip are reached.
     annotated = [
         replace(
@@ -82,12 +89,33 @@ def measure_objective(
                 **{name: logprobs_T + microbatch.token_arrays[f"{name}_offset"] for name in OFFSETS},
             },
         )
-        for microbatch, logprobs_T in zip(microbatches, trainer.compute_logprobs(microbatches), strict=True)
+        for microbatch, logprobs_T in zip(microbatches, scored or score_batch(trainer, rank, **cut), strict=True)
     ]
     if "chosen" in algorithm.needs:
         annotated = annotate_choice(annotated, section, seed)
     metrics = trainer.train_minibatch(annotated, denominators_of(samples, section), algorithm, policy_version=VERSION)
     return metrics["loss/total"], metrics["grad_norm"]
+
+
+def score_batch(
+    trainer: PolicyTrainer, rank: int, *, num_microbatches: int, is_reversed: bool = False, seed: int = 1
+) -> list[np.ndarray]:
+    """The policy's log-probs [T] of this rank's microbatches, whose tokens are the same for every objective; collective."""
+    any_algorithm = build_algorithm(AlgorithmSection())
+    _, microbatches = _own_microbatches(
+        any_algorithm, trainer, rank, num_microbatches=num_microbatches, is_reversed=is_reversed, seed=seed
+    )
+    return trainer.compute_logprobs(microbatches)
+
+
+def _own_microbatches(
+    algorithm: Algorithm, trainer: PolicyTrainer, rank: int, *, num_microbatches: int, is_reversed: bool, seed: int
+) -> tuple[list[SyntheticSample], list[Microbatch]]:
+    """The whole batch, and this data-parallel rank's part of it as microbatches."""
+    samples = synthetic_samples(algorithm, trainer.dims.vocab_size, seed)
+    order = list(range(len(samples)))[:: -1 if is_reversed else 1]
+    mine = order[coords_of(trainer.layout, rank).dp :: trainer.layout.dp]
+    return samples, microbatches_of(samples, mine, num_microbatches)
 
 
 @contextmanager

@@ -1,41 +1,47 @@
-"""One trainer rank: a plain class that an actor wraps and tests build without Ray.
+"""One trainer rank, of the policy and of what takes turns with it: a plain class that tests build without Ray.
 
 Every method is collective over the ranks of a layout: the group calls it on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from megatron_rl.algorithms.algorithm import build_algorithm
+from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.batching.build import build_microbatch
 from megatron_rl.checkpoint.hf_export import write_export_part
 from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.algorithm_sections import ReferenceSection
-from megatron_rl.config.sections import OptimizerSection
+from megatron_rl.config.sections import OptimizerSection, SyncSection
+from megatron_rl.controller.critic_worker import CriticPart, ValuesBySample, join, mean_metrics, with_values
 from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.setups import WorkerSetup
-from megatron_rl.platforms.platform import select_platform
-from megatron_rl.resharding.execute import Address, execute_send
+from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.choice import annotate_choice
-from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
+from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
-from megatron_rl.types.resharding import ShardDigest, SourceParam
-from megatron_rl.types.training import Microbatch, TrainBatch
+from megatron_rl.trainer.token_advantages import add_token_advantages
+from megatron_rl.types.resharding import ShardDigest, SourceParam, SyncOrder
+from megatron_rl.types.training import Microbatch, TrainBatch, TrainSample
 
 
 class PolicyWorker:
-    """One rank of the policy."""
+    """One rank of the policy and, where the algorithm has them, of its reference and its critic."""
 
     def __init__(self, setup: WorkerSetup, rank: int, interface: str = "127.0.0.1") -> None:
         self._setup, self._rank, self._interface = setup, rank, interface
         self._algorithm = build_algorithm(setup.algorithm)
+        self._sender: WeightSender | None = None
         self._reference: Reference | None = None
         torch.set_num_threads(setup.section.num_threads)
 
@@ -49,17 +55,7 @@ class PolicyWorker:
         Returns whether this model can compute the prompt of a group once (`trainer.shared_prompts`).
         """
         setup = self._setup
-        platform = select_platform(0)
-        platform.prepare_megatron()
-        init_distributed(
-            platform,
-            rank=self._rank,
-            world_size=setup.layout.world_size,
-            master_address=address[0],
-            master_port=address[1],
-            timeout_s=setup.start_timeout_s,
-        )
-        init_model_parallel(setup.layout, seed=setup.seed)
+        platform = join(setup, self._rank, address)
         self._trainer = PolicyTrainer(
             setup.model.dims,
             setup.dtype,
@@ -72,47 +68,58 @@ class PolicyWorker:
             replays_routing=setup.algorithm.router_replay != "off",
         )
         self._trainer.load_parameters(self._import(setup.model.source()))
+        self._critic = CriticPart(setup, self._rank, platform) if setup.critic is not None else None
         return self._trainer.shares_prompts
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         """Start the warm start or RL: a schedule of its own and fresh Adam moments. The reference, where the algorithm
-        has one, is the policy at the beginning of the last phase.
+        has one, is the policy at the beginning of the last phase, and so is a critic that has no folder of its own.
         """
         self._trainer.begin_phase(section, num_optimizer_steps)
+        if self._critic is not None and not self._critic.has_own_start:
+            self._critic.trainer.load_policy(self._trainer.chunk_parameters())
         if "ref_logprobs" in self._algorithm.needs:
             if self._reference is None:
                 self._reference = self._build_reference(self._algorithm.section.reference)
             self._reference.begin_phase(self._trainer.chunk_parameters())
 
-    def train_step(self, batch: TrainBatch, version: int) -> dict[str, float] | None:
+    def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
+        """Start value pretraining or the critic's part of RL: as `begin_phase`, for the critic's optimizer."""
+        assert self._critic is not None, "the critic has ranks of its own"
+        self._critic.trainer.begin_phase(section, num_optimizer_steps)
+
+    def train_step(
+        self, batch: TrainBatch, version: int, values: ValuesBySample | None = None
+    ) -> dict[str, float] | None:
         """Annotate, then one optimizer step per minibatch. `batch` holds this rank's data-parallel share only; `version`
-        is the policy being trained.
+        is the policy being trained; `values` come from a critic on ranks of its own.
 
         Returns the metrics, averaged over the minibatches, on rank 0 and None elsewhere.
         """
-        # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
-        first = self._algorithm
-        if "chosen" not in first.needs:
-            first = replace(first, needs=first.needs - {"old_logprobs"})
-        algorithms = [first] + [self._algorithm] * (len(batch.minibatches) - 1)
-        annotated = [
-            self._annotate(minibatch.microbatches[0], algorithm.needs)
-            for minibatch, algorithm in zip(batch.minibatches, algorithms, strict=True)
-        ]
+        annotated, metrics = self._annotated(batch, values)
         steps = [
             self._trainer.train_minibatch(microbatches, minibatch.denominators, algorithm, policy_version=version)
-            for microbatches, minibatch, algorithm in zip(annotated, batch.minibatches, algorithms, strict=True)
+            for (microbatches, algorithm), minibatch in zip(annotated, batch.minibatches, strict=True)
         ]
+        metrics |= mean_metrics(steps)
+        if self._critic is not None:
+            metrics |= self._critic.train([microbatches for microbatches, _ in annotated], batch)
         if self._reference is not None:
             self._reference.end_step(self._trainer.chunk_parameters())
-        return mean_metrics(steps) if self._rank == 0 else None
+        return metrics if self._rank == 0 else None
+
+    def value_step(self, batch: TrainBatch) -> dict[str, float] | None:
+        """Value pretraining: train the critic alone. Metrics on rank 0."""
+        assert self._critic is not None, "the critic has ranks of its own"
+        metrics = self._critic.pretrain(batch)
+        return metrics if self._rank == 0 else None
 
     def sft_step(self, batch: TrainBatch) -> dict[str, float] | None:
         """One supervised step per minibatch. Returns the metrics on rank 0."""
         steps = [self._trainer.sft_minibatch(m.microbatches[0], m.denominators) for m in batch.minibatches]
         return mean_metrics(steps) if self._rank == 0 else None
 
-    def send_weights(self, addresses: Sequence[Address], key: bytes, dtype: str, version: int) -> list[ShardDigest]:
+    def send_weights(self, order: SyncOrder, key: bytes) -> list[ShardDigest]:
         """Send this rank's boxes to the engine ranks."""
         setup = self._setup
         plan = build_reshard_plan(
@@ -126,18 +133,24 @@ class PolicyWorker:
         chunks = self._trainer.chunk_parameters()
         held = {SourceParam(n, name): tuple(p.shape) for n, chunk in enumerate(chunks) for name, p in chunk.items()}
         check_held(setup.model.family, plan.key, self._rank, held)
-        return execute_send(
-            plan,
-            self._rank,
-            chunks,
-            addresses,
-            key=key,
-            version=version,
-            dtype=getattr(torch, dtype),
-            bucket_bytes=setup.sync.bucket_bytes,
-            timeout_s=setup.sync.timeout_s,
-            transport=setup.sync.transport,
-        )
+        if self._sender is None or self._sender.plan is not plan or self._sender.addresses != order.addresses:
+            self._close_sender()
+            self._sender = WeightSender(plan, self._rank, order.addresses, key, send_options(setup.sync))
+        return self._sender.send(chunks, order)
+
+    def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-prob (float32, temperature 1) of each token given those before it; 0 for the first."""
+        samples = [scored_sample(number, ids) for number, ids in enumerate(token_ids)]
+        batch = [build_microbatch(samples, range(len(samples)))]
+        if self._setup.layout.virtual_pp > 1:  # an interleaved pipeline takes a multiple of its stages
+            batch += [build_microbatch([], [])] * (self._setup.layout.pp - 1)
+        trainer = self._trainer
+        sampling_temperature, trainer.temperature = trainer.temperature, 1.0
+        try:
+            packed_T = trainer.compute_logprobs(batch)[0]
+        finally:
+            trainer.temperature = sampling_temperature
+        return np.split(packed_T, np.cumsum([len(ids) for ids in token_ids])[:-1])
 
     def export_part(self, folder: str) -> None:
         """Write this rank's part of a Hugging Face export; replicas write nothing."""
@@ -154,12 +167,44 @@ class PolicyWorker:
         )
 
     def stop(self) -> None:
+        self._close_sender()
         destroy_distributed()
 
-    def _annotate(self, microbatches: Sequence[Microbatch], needs: frozenset[str]) -> list[Microbatch]:
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+    def _annotated(
+        self, batch: TrainBatch, values: ValuesBySample | None
+    ) -> tuple[list[tuple[list[Microbatch], Algorithm]], dict[str, float]]:
+        """Each minibatch with what its loss reads and the algorithm that reads it, and metrics of the annotation."""
+        algorithm = self._algorithm
+        # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
+        first = algorithm
+        if not algorithm.has_kl_in_reward and "chosen" not in algorithm.needs:
+            first = replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
+        algorithms = [first] + [algorithm] * (len(batch.minibatches) - 1)
+        annotated = [
+            self._annotate(minibatch.microbatches[0], algorithm.needs, values)
+            for minibatch, algorithm in zip(batch.minibatches, algorithms, strict=True)
+        ]
+        metrics: dict[str, float] = {}
+        if algorithm.has_token_advantages:
+            reduce_sum = self._trainer.sum_over_data_parallel
+            annotated, metrics = add_token_advantages(annotated, algorithm.section, reduce_sum)
+        if "chosen" in algorithm.needs:
+            annotated = [annotate_choice(part, algorithm.section, self._setup.seed) for part in annotated]
+        return list(zip(annotated, algorithms, strict=True)), metrics
+
+    def _annotate(
+        self, microbatches: Sequence[Microbatch], needs: frozenset[str], values: ValuesBySample | None
+    ) -> list[Microbatch]:
         annotated = self._trainer.annotate(microbatches, needs)
-        if "chosen" in needs:
-            annotated = annotate_choice(annotated, self._algorithm.section, self._setup.seed)
+        if self._critic is not None:
+            annotated = self._critic.trainer.annotate(annotated)
+        elif values is not None:
+            annotated = [with_values(microbatch, values) for microbatch in annotated]
         if "ref_logprobs" not in needs:
             return annotated
         own_choice = [replace(microbatch, experts_TYK=None) for microbatch in microbatches]  # routing is the policy's
@@ -194,7 +239,21 @@ class PolicyWorker:
         return "te" if self._trainer.uses_transformer_engine else "local"
 
 
-def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a training step: means over its optimizer steps; the learning rate is the last one's."""
-    means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    return means | {"learning_rate": steps[-1]["learning_rate"]}
+def send_options(section: SyncSection) -> SendOptions:
+    return SendOptions(
+        bucket_bytes=section.bucket_bytes,
+        timeout_s=section.timeout_s,
+        transport=section.transport,
+        directory=None if section.directory is None else Path(section.directory),
+        full_interval=section.full_sync_interval,
+    )
+
+
+def scored_sample(number: int, token_ids: Sequence[int]) -> TrainSample:
+    """A sequence of which every token but the first is scored."""
+    length = len(token_ids)
+    return TrainSample(
+        sample_id=str(number), group_id=str(number), token_ids_L=np.array(token_ids, dtype=np.int64),
+        loss_mask_L=np.arange(length) > 0, rollout_logprobs_L=np.zeros(length, np.float32),
+        versions_L=np.zeros(length, np.int32), reward=0.0, advantage=0.0, is_correct=False, is_truncated=False,
+    )  # fmt: skip

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
 
 from megatron_rl.config.sections import OptimizerSection
-from megatron_rl.controller.batcher import share_of
+from megatron_rl.controller.batcher import StepBatch, share_of
 from megatron_rl.controller.request_stream import RequestStream
 from megatron_rl.layout.coords import coords_of
-from megatron_rl.resharding.execute import Address
+from megatron_rl.resharding.control import Address
 from megatron_rl.types.layout import ParallelLayout
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import GenerationRequest, PolicyVersion, RolloutSegment
 from megatron_rl.types.training import TrainBatch
 
@@ -111,52 +111,132 @@ class RemoteEngine:
         return await _guarded(name, self._logs, self._nodes[index].call.remote(method, *args))
 
 
-class TrainerGroup:
-    """All trainer ranks (`TrainerActor`s). Every call runs on all of them and waits for all."""
+class RankGroup:
+    """The ranks of one Megatron model, as actors. Every call runs on all of them and waits for all."""
 
-    def __init__(self, actors: Sequence[Any], layout: ParallelLayout, key: bytes, logs: str) -> None:
-        self._actors, self._key, self._logs = actors, key, logs
-        self._layout = layout
+    def __init__(self, actors: Sequence[Any], layout: ParallelLayout, name: str, logs: str) -> None:
+        self._actors, self._layout, self._name, self._logs = actors, layout, name, logs
 
     async def start(self) -> bool:
         """Whether the ranks can compute the prompt of a group once, after all have started."""
-        address = await _guarded("trainer-0", self._logs, self._actors[0].call.remote("free_address"))
+        address = await _guarded(f"{self._name}-0", self._logs, self._actors[0].call.remote("free_address"))
         return all(await self._all("start", tuple(address)))
 
     async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         await self._all("begin_phase", section, num_optimizer_steps)
 
-    async def train_step(self, batch: TrainBatch, version: int) -> dict[str, float]:
-        """Annotate and train one batch sampled by (at latest) `version`; metrics over all ranks."""
-        return await self._on_shares("train_step", batch, version)
-
-    async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
-        return await self._on_shares("sft_step", batch)
-
-    async def send_weights(self, addresses: Sequence[Address], dtype: str, version: int) -> list[ShardDigest]:
-        sent = await self._all("send_weights", list(addresses), self._key, dtype, version)
-        return [digest for digests in sent for digest in digests]
-
-    async def export_parts(self, folder: str) -> None:
-        await self._all("export_part", folder)
-
     async def stop(self) -> None:
         await self._all("stop")
 
-    async def _on_shares(self, method: str, batch: TrainBatch, *args: Any) -> dict[str, float]:
+    async def _on_shares(self, method: str, batch: TrainBatch, *args: Any) -> list[Any]:
         """Each rank gets the microbatches of its data-parallel position, put into the object store once per position."""
         shares = [ray.put(share_of(batch, dp_rank)) for dp_rank in range(self._layout.dp)]
-        calls = [
+        return await self._gather([
             actor.call.remote(method, shares[coords_of(self._layout, rank).dp], *args)
             for rank, actor in enumerate(self._actors)
-        ]
-        results = await self._gather(calls)
-        return next(metrics for metrics in results if metrics is not None)
+        ])  # fmt: skip
+
+    async def _metrics(self, method: str, batch: TrainBatch, *args: Any) -> dict[str, float]:
+        """As `_on_shares`, for what answers with metrics on rank 0."""
+        return next(metrics for metrics in await self._on_shares(method, batch, *args) if metrics is not None)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return await self._gather([actor.call.remote(method, *args) for actor in self._actors])
 
     async def _gather(self, calls: Sequence[Awaitable[T]]) -> list[T]:
         return await asyncio.gather(*(
-            _guarded(f"trainer-{rank}", self._logs, call) for rank, call in enumerate(calls)
+            _guarded(f"{self._name}-{rank}", self._logs, call) for rank, call in enumerate(calls)
         ))  # fmt: skip
+
+
+class TrainerGroup(RankGroup):
+    """All trainer ranks (`TrainerActor`s): the policy, and a critic that takes turns with it."""
+
+    def __init__(self, actors: Sequence[Any], layout: ParallelLayout, key: bytes, logs: str) -> None:
+        super().__init__(actors, layout, "trainer", logs)
+        self._key = key
+
+    async def train_step(self, batch: StepBatch, version: int, values: Any = None) -> dict[str, float]:
+        """Annotate and train one batch sampled by (at latest) `version`; metrics over all ranks.
+
+        `values` is a reference to what a critic on ranks of its own says of the samples.
+        """
+        return await self._metrics("train_step", batch.policy, version, *([] if values is None else [values]))
+
+    async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
+        return await self._metrics("sft_step", batch)
+
+    async def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
+        await self._all("begin_critic_phase", section, num_optimizer_steps)
+
+    async def value_step(self, batch: StepBatch) -> dict[str, float]:
+        """Train the critic alone; metrics over all ranks."""
+        return await self._metrics("value_step", batch.policy)
+
+    async def send_weights(self, order: SyncOrder) -> list[ShardDigest]:
+        sent = await self._all("send_weights", order, self._key)
+        return [digest for digests in sent for digest in digests]
+
+    async def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return (await self._all("score_tokens", token_ids))[0]
+
+    async def export_parts(self, folder: str) -> None:
+        await self._all("export_part", folder)
+
+
+class CriticGroup(RankGroup):
+    """All ranks of a critic that has ranks of its own (`CriticActor`s)."""
+
+    def __init__(self, actors: Sequence[Any], layout: ParallelLayout, logs: str) -> None:
+        super().__init__(actors, layout, "critic", logs)
+
+    async def load_policy(self, folder: str) -> None:
+        await self._all("load_policy", folder)
+
+    async def compute_values(self, batch: TrainBatch) -> Any:
+        """A reference to the values of all samples, by their position in the step's list."""
+        parts = await self._on_shares("compute_values", batch)
+        return ray.put({index: values_L for part in parts for index, values_L in part.items()})
+
+    async def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Train on the batch of the last `compute_values`."""
+        return await self._metrics("train_step", batch)
+
+    async def value_step(self, batch: TrainBatch) -> dict[str, float]:
+        return await self._metrics("value_step", batch)
+
+
+class PolicyAndCritic:
+    """The trainers of a run whose critic has ranks of its own: both train a step at the same time.
+
+    `export_policy` writes the policy's weights as a folder, from which the critic starts; None: it has its start already.
+    """
+
+    def __init__(
+        self, policy: TrainerGroup, critic: CriticGroup, export_policy: Callable[[], Awaitable[str]] | None
+    ) -> None:
+        self._policy, self._critic, self._export_policy = policy, critic, export_policy
+
+    async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
+        await self._policy.begin_phase(section, num_optimizer_steps)
+
+    async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
+        return await self._policy.sft_step(batch)
+
+    async def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
+        if self._export_policy is not None:
+            await self._critic.load_policy(await self._export_policy())
+            self._export_policy = None
+        await self._critic.begin_phase(section, num_optimizer_steps)
+
+    async def value_step(self, batch: StepBatch) -> dict[str, float]:
+        assert batch.critic is not None
+        return await self._critic.value_step(batch.critic)
+
+    async def train_step(self, batch: StepBatch, version: int) -> dict[str, float]:
+        assert batch.critic is not None
+        values = await self._critic.compute_values(batch.critic)
+        policy, critic = await asyncio.gather(
+            self._policy.train_step(batch, version, values), self._critic.train_step(batch.critic)
+        )
+        return policy | critic

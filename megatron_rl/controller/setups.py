@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
-from megatron_rl.config.sections import RolloutSection, SyncSection, TrainerSection
+from megatron_rl.config.sections import CriticSection, RolloutSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What every trainer rank is built from."""
+    """What every trainer rank is built from. `critic` None: the algorithm reads no values."""
 
     model: ModelSetup
     dtype: str
     section: TrainerSection
+    critic: CriticSection | None
     algorithm: AlgorithmSection
     sync: SyncSection
     layout: ParallelLayout

@@ -38,13 +38,13 @@ def synthetic_samples(algorithm: Algorithm, vocab_size: int, seed: int) -> list[
     `*_logprobs_offset` are what old, rollout and reference log-probs differ by from the policy's: of the size of the
     objective's clip, so that tokens fall on both sides of it.
     """
-    rng = np.random.default_rng(seed)
+    tokens, rng = (np.random.default_rng([seed, stream]) for stream in range(2))  # tokens are those of every objective
     section = algorithm.section
     rewards = [rng.normal(size=size).tolist() for size in GROUP_SIZES]
     masks = []
     for number, length in enumerate(LENGTHS):
         mask_L = np.arange(length) >= max(1, length // 3)
-        mask_L &= (rng.random(length) < 0.9) | (length < 4)
+        mask_L &= (tokens.random(length) < 0.9) | (length < 4)
         masks.append(mask_L & (number != 6))
     counts = np.split([int(mask_L.sum()) for mask_L in masks], np.cumsum(GROUP_SIZES)[:-1])
     scalars = np.concatenate(algorithm.group_advantages(rewards, counts))
@@ -58,7 +58,7 @@ def synthetic_samples(algorithm: Algorithm, vocab_size: int, seed: int) -> list[
         sample = TrainSample(
             sample_id=str(number),
             group_id=str(int(np.searchsorted(np.cumsum(GROUP_SIZES), number, side="right"))),
-            token_ids_L=rng.integers(0, vocab_size, length),
+            token_ids_L=tokens.integers(0, vocab_size, length),
             loss_mask_L=mask_L,
             rollout_logprobs_L=np.zeros(length, dtype=np.float32),
             versions_L=np.where(mask_L, rng.integers(VERSION - 2, VERSION + 1, length), -1).astype(np.int32),

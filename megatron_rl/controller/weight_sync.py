@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from megatron_rl.config.sections import SyncSection
-from megatron_rl.resharding.channel import ChannelError
-from megatron_rl.resharding.execute import Address, begin_receive, describe_receiver, finish_receive
+from megatron_rl.controller.probe import ScoringTrainers, WeightProbe
+from megatron_rl.controller.started_engine import ScoringEngine
+from megatron_rl.resharding.control import Address, ReceiverControl
 from megatron_rl.resharding.plan import ReshardPlan
 from megatron_rl.resharding.verify import SyncError, check_digests, check_receiver, sources_of
-from megatron_rl.types.protocols import GenerationEngine
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import PolicyVersion
 
+T = TypeVar("T")
 
-class WeightSenders(Protocol):
+
+class WeightSenders(ScoringTrainers, Protocol):
     """The trainer ranks, as far as a sync needs them."""
 
-    async def send_weights(self, addresses: Sequence[Address], dtype: str, version: int) -> list[ShardDigest]:
+    async def send_weights(self, order: SyncOrder) -> list[ShardDigest]:
         """Every rank sends what the plan says it owes; returns what was sent, as hashed there."""
         ...
 
@@ -27,69 +30,96 @@ class WeightSenders(Protocol):
 class WeightSync:
     """Brings all engines to the trainers' weights, one version after another.
 
-    `addresses[r]` is the receiver of engine rank r (engine number * TP + TP rank). A sync that fails raises SyncError and
-    leaves every engine paused and dirty: none serves a mixture of versions.
+    `addresses[r]` is the receiver of engine rank r (engine number * TP + TP rank). A sync that fails raises SyncError. No
+    engine serves a mixture of versions: with `sync.staging: none` a failure leaves every engine paused and dirty until a
+    later sync succeeds; with `host` a failure before the swap leaves them serving the version before.
     """
 
     def __init__(
         self,
         plan: ReshardPlan,
         senders: WeightSenders,
-        engines: Sequence[GenerationEngine],
+        engines: Sequence[ScoringEngine],
         addresses: Sequence[Address],
         key: bytes,
         section: SyncSection,
+        probe: WeightProbe | None = None,
     ) -> None:
         self._plan, self._senders, self._engines = plan, senders, engines
-        self._addresses, self._key, self._section = addresses, key, section
-        self._dtype: str | None = None
+        self._section, self._probe = section, probe
+        self._addresses = tuple(addresses)
+        self._receivers = [ReceiverControl(r, a, key, section.timeout_s) for r, a in enumerate(addresses)]
+        self._dtypes: Mapping[str, str] | None = None
         self._next_version = 0
 
     async def publish(self) -> PolicyVersion:
         """Sync once. Raises SyncError within `sync.timeout_s`."""
         version = PolicyVersion(self._next_version)
+        what = f"weight sync to version {version}"
         try:
             async with asyncio.timeout(self._section.timeout_s):
-                await asyncio.gather(*(engine.pause(self._section.pause_mode) for engine in self._engines))
-                await asyncio.gather(*(engine.load_weights({"phase": "begin"}) for engine in self._engines))
-                await self._transfer(version)
-                commit = {"phase": "commit", "version": version}
-                held = await asyncio.gather(*(engine.load_weights(commit) for engine in self._engines))
+                await self._publish(version)
         except TimeoutError:
-            limit = f"sync.timeout_s={self._section.timeout_s:g}"
-            raise SyncError(f"weight sync to version {version}: not done within {limit}") from None
-        except ChannelError as error:
-            raise SyncError(f"weight sync to version {version}: {error}") from error
-        if set(held) != {version}:
-            raise SyncError(f"weight sync to version {version}: the engines report {sorted(set(held))}")
-        await asyncio.gather(*(engine.resume() for engine in self._engines))
+            self.close()
+            raise SyncError(f"{what}: not done within sync.timeout_s={self._section.timeout_s:g}") from None
+        except (OSError, ValueError) as error:
+            self.close()
+            raise SyncError(f"{what}: {error}") from error
         self._next_version = version + 1
         return version
 
-    async def _transfer(self, version: PolicyVersion) -> None:
-        if self._dtype is None:
-            self._dtype = await self._check_receivers()
-        timeout_s, ranks = self._section.timeout_s, range(len(self._addresses))
-        await asyncio.gather(*(
-            asyncio.to_thread(
-                begin_receive, self._addresses[r], self._key, timeout_s, version=version, sources=sources_of(self._plan, r)
-            )
-            for r in ranks
-        ))  # fmt: skip
-        sent = await self._senders.send_weights(self._addresses, self._dtype, version)
-        received = await asyncio.gather(*(
-            asyncio.to_thread(finish_receive, self._addresses[r], self._key, timeout_s, version=version, target_rank=r)
-            for r in ranks
-        ))  # fmt: skip
+    def close(self) -> None:
+        """Close the connections to the receivers; the next sync opens them anew."""
+        for receiver in self._receivers:
+            receiver.close()
+
+    async def _publish(self, version: PolicyVersion) -> None:
+        sync, is_staged = f"{version}-{secrets.token_hex(8)}", self._section.staging == "host"
+        if is_staged:
+            await self._transfer(sync, version, is_staged=True)
+            await self._begin()
+            await self._ask_all(lambda receiver: receiver.apply(sync))
+        else:
+            await self._begin()
+            await self._transfer(sync, version, is_staged=False)
+        commit = {"phase": "commit", "version": version}
+        held = await asyncio.gather(*(engine.load_weights(commit) for engine in self._engines))
+        if set(held) != {version}:
+            raise SyncError(f"weight sync to version {version}: the engines report {sorted(set(held))}")
+        await asyncio.gather(*(engine.resume() for engine in self._engines))
+        if self._probe is not None and self._probe.is_due(version):
+            await self._check_by_probe(version, self._probe)
+
+    async def _begin(self) -> None:
+        """From here on the engines are paused and refuse to sample until a commit."""
+        await asyncio.gather(*(engine.pause(self._section.pause_mode) for engine in self._engines))
+        await asyncio.gather(*(engine.load_weights({"phase": "begin"}) for engine in self._engines))
+
+    async def _transfer(self, sync: str, version: PolicyVersion, *, is_staged: bool) -> None:
+        """Every slice to its place; raises SyncError unless all engine ranks hold exactly what the trainers sent."""
+        if self._dtypes is None:
+            self._dtypes = await self._check_receivers()
+        sources = [sources_of(self._plan, rank) for rank in range(len(self._receivers))]
+        await self._ask_all(lambda r: r.begin(sync, version, sources[r.target_rank], is_staged=is_staged))
+        sent = await self._senders.send_weights(SyncOrder(sync, version, self._addresses, self._dtypes))
+        received = await self._ask_all(lambda receiver: receiver.finish(sync))
         check_digests(self._plan, sent, received)
 
-    async def _check_receivers(self) -> str:
-        described = await asyncio.gather(*(
-            asyncio.to_thread(describe_receiver, address, self._key, self._section.timeout_s) for address in self._addresses
-        ))  # fmt: skip
-        dtypes = {check_receiver(self._plan, rank, params) for rank, params in enumerate(described)}
-        if len(dtypes) != 1:
-            raise SyncError(f"engines hold weights in several dtypes {sorted(dtypes)}; set one for all")
-        return dtypes.pop()
+    async def _check_receivers(self) -> Mapping[str, str]:
+        described = await self._ask_all(lambda receiver: receiver.describe())
+        dtypes = [check_receiver(self._plan, rank, params) for rank, params in enumerate(described)]
+        for rank, found in enumerate(dtypes):
+            for name, dtype in found.items():
+                if dtypes[0][name] != dtype:
+                    raise SyncError(f"'{name}' is {dtypes[0][name]} on engine rank 0 and {dtype} on engine rank {rank}")
+        return dtypes[0]
 
+    async def _check_by_probe(self, version: PolicyVersion, probe: WeightProbe) -> None:
+        try:
+            await probe.check(self._senders, self._engines)
+        except ValueError:
+            await self._begin()  # what they hold is wrong: they sample no more
+            raise
 
+    async def _ask_all(self, question: Callable[[ReceiverControl], T]) -> list[T]:
+        return await asyncio.gather(*(asyncio.to_thread(question, receiver) for receiver in self._receivers))

@@ -43,10 +43,12 @@ def _mlp_sizes(dims: SizedModel) -> list[tuple[str, int]]:
     return sizes
 
 
-def check_trainer_layout(dims: SizedModel, layout: ParallelLayout) -> list[tuple[str, str]]:
-    """Sizes of the model that the trainer layout does not divide, or combinations that Megatron refuses."""
+def check_trainer_layout(
+    dims: SizedModel, layout: ParallelLayout, section: str = "trainer.layout"
+) -> list[tuple[str, str]]:
+    """Sizes of the model that a Megatron layout (of `section`) does not divide, or combinations that Megatron refuses."""
     problems: list[tuple[str, str]] = []
-    base = "trainer.layout."
+    base = f"{section}."
     heads = (("the query heads", dims.num_heads), ("the key-value heads", dims.num_kv_heads))
     for what, count in (*heads, *_mlp_sizes(dims)):
         if count % layout.tp:
@@ -79,7 +81,7 @@ def _check_pipeline(dims: SizedModel, layout: ParallelLayout, base: str) -> list
         reason = f"expected counts that add up to the {dims.num_layers} layers, got {list(split)}"
         problems.append((base + "layers_per_chunk", reason))
     if layout.virtual_pp > 1 and layout.pp == 1:
-        problems.append((base + "virtual_pp", "needs pp of at least 2; set trainer.layout.virtual_pp=1"))
+        problems.append((base + "virtual_pp", f"needs pp of at least 2; set {base}virtual_pp=1"))
     return problems
 
 

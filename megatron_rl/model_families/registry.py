@@ -41,18 +41,22 @@ def declared_family(name: str) -> ModelFamily:
     return DECLARED_ONLY[name] if name in DECLARED_ONLY else get_family(name)
 
 
-def family_of(config: Mapping[str, Any]) -> ModelFamily:
+def family_of(config: Mapping[str, Any], *, declared_too: bool = False) -> ModelFamily:
     """The family that serves a config.json's `architectures`."""
     architectures = config.get("architectures") or []
-    for family in FAMILIES.values():
+    families = FAMILIES | DECLARED_ONLY if declared_too else FAMILIES
+    for family in families.values():
         if set(architectures) & set(family.hf_architectures):
             return family
-    known = ", ".join(name for family in FAMILIES.values() for name in family.hf_architectures)
+    known = ", ".join(name for family in families.values() for name in family.hf_architectures)
     raise UnsupportedModelError(f"config.json: architectures {architectures} are not supported; supported: {known}")
 
 
-def load_dims(folder: str | Path) -> tuple[ModelFamily, ModelDims]:
-    """Family and dims of a Hugging Face folder. Raises UnsupportedModelError naming the file when it is not one."""
+def load_dims(folder: str | Path, *, declared_too: bool = False) -> tuple[ModelFamily, ModelDims]:
+    """Family and dims of a Hugging Face folder. Raises UnsupportedModelError naming the file when it is not one.
+
+    `declared_too`: also of the families that are not trained.
+    """
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -60,5 +64,5 @@ def load_dims(folder: str | Path) -> tuple[ModelFamily, ModelDims]:
         raise UnsupportedModelError(f"{path}: not found; model.path must be a Hugging Face model folder") from None
     except json.JSONDecodeError as error:
         raise UnsupportedModelError(f"{path}: not valid JSON ({error})") from None
-    family = family_of(config)
+    family = family_of(config, declared_too=declared_too)
     return family, family.dims_from_hf(config)

@@ -6,78 +6,157 @@ not encrypted: what it carries is checked by digests, and it belongs on the clus
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import secrets
 import socket
 import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _PREFIX = struct.Struct("!IQ")  # header bytes, payload bytes
 _NONCE_BYTES = 32
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
+_REFUSE_S, _REFUSE_BYTES = 5.0, 1024 * 1024
+_MAX_SPANS = 512
+"""Spans per system call; Linux takes 1024."""
 
 
 class ChannelError(ConnectionError):
     """The peer is absent, knows another key, closed the connection or reported an error; the message is one line."""
 
 
+class PeerRefusedError(ChannelError):
+    """The peer is there and answered with an error; the message carries its line."""
+
+
 class Channel:
-    """One authenticated connection. Every call is bounded by the socket's timeout. Not for use by two threads at once."""
+    """One authenticated connection. Every call is bounded by the socket's timeout. One
+    thread at a time in each direction."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._socket = connection
         self.peer = peer
 
+    @property
+    def local_host(self) -> str:
+        """The address of this end: what the peer is reached through."""
+        return str(self._socket.getsockname()[0])
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest that any single wait may take from now on."""
+        self._socket.settimeout(timeout_s)
+
     def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
+        self.send_header(header, len(payload))
+        if len(payload):
+            self.send_spans([memoryview(payload)])
+
+    def send_header(self, header: dict[str, Any], payload_bytes: int) -> None:
+        """Announce a payload that `send_spans` will carry."""
         encoded = json.dumps(header, separators=(",", ":")).encode()
-        try:
-            self._socket.sendall(_PREFIX.pack(len(encoded), len(payload)) + encoded)
-            if len(payload):
-                self._socket.sendall(payload)
-        except OSError as error:
-            raise ChannelError(f"{self.peer}: sending failed ({error})") from error
+        self.send_spans([memoryview(_PREFIX.pack(len(encoded), payload_bytes) + encoded)])
+
+    def send_spans(self, spans: Sequence[memoryview]) -> None:
+        """Bytes of a payload, straight from where they lie."""
+        self._each_batch(spans, self._socket.sendmsg)
 
     def receive(self) -> tuple[dict[str, Any], bytearray]:
         """The next message. Raises ChannelError when the peer closes the connection or stays silent too long."""
+        header, payload_bytes = self.receive_header()
+        if payload_bytes > _MAX_HEADER_BYTES:
+            raise ChannelError(f"{self.peer}: unexpected payload of {payload_bytes} bytes")
+        return header, self._read(payload_bytes)
+
+    def receive_header(self) -> tuple[dict[str, Any], int]:
+        """The next message's header and the size of its payload, which is still to be read (`receive_into`)."""
         header_bytes, payload_bytes = _PREFIX.unpack(self._read(_PREFIX.size))
         if header_bytes > _MAX_HEADER_BYTES:
             raise ChannelError(f"{self.peer}: header of {header_bytes} bytes; not a peer of this protocol")
-        header = json.loads(bytes(self._read(header_bytes)))
-        return header, self._read(payload_bytes)
+        return json.loads(bytes(self._read(header_bytes))), payload_bytes
 
-    def ask(self, header: dict[str, Any]) -> dict[str, Any]:
+    def receive_into(self, spans: Sequence[memoryview]) -> None:
+        """Bytes of a payload, straight to where they belong."""
+        self._each_batch(spans, lambda batch: self._socket.recvmsg_into(batch)[0])
+
+    def ask(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> dict[str, Any]:
         """Send and wait for the answer. Raises ChannelError with the peer's own line when it reports an error."""
-        self.send(header)
+        self.send(header, payload)
         return self.expect()
 
     def expect(self) -> dict[str, Any]:
         """The next answer. Raises ChannelError with the peer's own line when it reports an error."""
         answer, _ = self.receive()
-        if "error" in answer:
-            raise ChannelError(f"{self.peer}: {answer['error']}")
+        self._raise_reported(answer)
         return answer
 
+    def expect_stream(self, num_bytes: int) -> None:
+        """The header of a payload of exactly `num_bytes`. Raises ChannelError for anything else."""
+        found = self._payload_of("stream")
+        if found != num_bytes:
+            raise ChannelError(f"{self.peer}: expected a stream of {num_bytes} bytes, got one of {found}")
+
+    def receive_payload(self, kind: str, most_bytes: int) -> bytearray:
+        """The payload of a message of this kind. Raises ChannelError for anything else, and for more bytes."""
+        num_bytes = self._payload_of(kind)
+        if num_bytes > most_bytes:
+            raise ChannelError(f"{self.peer}: expected a {kind} of at most {most_bytes} bytes, got one of {num_bytes}")
+        return self._read(num_bytes)
+
+    def _payload_of(self, kind: str) -> int:
+        header, payload_bytes = self.receive_header()
+        self._raise_reported(header)
+        if header.get("kind") != kind:
+            raise ChannelError(f"{self.peer}: expected a {kind}, got {header.get('kind')!r}")
+        return payload_bytes
+
+    def _raise_reported(self, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            raise PeerRefusedError(f"{self.peer}: {answer['error']}")
+
+    def refuse(self, line: str) -> None:
+        """Answer with an error that the peer will read even while it sends: its bytes are taken in for a short while."""
+        self.send({"error": line})
+        deadline = time.monotonic() + _REFUSE_S
+        self._socket.settimeout(_REFUSE_S)
+        with contextlib.suppress(OSError):  # it went away, or goes on sending: the line was said
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(_REFUSE_BYTES) and time.monotonic() < deadline:
+                pass
+
     def close(self) -> None:
+        """Also wakes a thread that waits in another call, which then raises ChannelError."""
+        with contextlib.suppress(OSError):  # the peer closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
-        view, filled = memoryview(buffer), 0
+        self.receive_into([memoryview(buffer)])
+        return buffer
+
+    def _each_batch(self, spans: Sequence[memoryview], move: Callable[[list[memoryview]], int]) -> None:
+        """Move all spans, as many in one call as the kernel takes. Raises ChannelError when the connection fails."""
+        waiting = deque(span for span in spans if len(span))
         try:
-            while filled < num_bytes:
-                count = self._socket.recv_into(view[filled:])
-                if count == 0:
+            while waiting:
+                moved = move([waiting[i] for i in range(min(len(waiting), _MAX_SPANS))])
+                if moved == 0:
                     raise ChannelError(f"{self.peer}: closed the connection")
-                filled += count
+                while waiting and moved >= len(waiting[0]):
+                    moved -= len(waiting.popleft())
+                if moved:
+                    waiting[0] = waiting[0][moved:]
         except TimeoutError:
-            raise ChannelError(f"{self.peer}: no answer within {self._socket.gettimeout():.0f} s") from None
-        except ConnectionError as error:
+            raise ChannelError(f"{self.peer}: nothing moved within {self._socket.gettimeout():.0f} s") from None
+        except OSError as error:
             if isinstance(error, ChannelError):
                 raise
             raise ChannelError(f"{self.peer}: connection lost ({error})") from error
-        return buffer
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float) -> Channel:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-NUM_BUFFERS = 2
-"""One is filled while the other is read."""
+from megatron_rl.resharding.transports.protocol import NUM_BUFFERS
 
 _FIELDS = (
     "device", "handle", "size_bytes", "offset_bytes",
@@ -32,7 +31,7 @@ class StagingBuffers:
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         if device.type != "cuda":
-            raise ValueError(f"sync.transport=cuda_ipc: the trainer's weights are on {device}, not on a GPU; use tcp")
+            raise ValueError(f"the trainer's weights are on {device}, not on a GPU; CUDA IPC cannot hand them over")
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
 
     def describe(self) -> dict[str, Any]:
@@ -43,9 +42,8 @@ class StagingBuffers:
         }
 
     def fill(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lay 1-D tensors of one dtype one after another into buffer `number`, and wait until they stand there."""
-        num_bytes = sum(part.numel() for part in parts) * parts[0].element_size()
-        values = self._buffers[number][:num_bytes].view(parts[0].dtype)
+        """Lay flat bytes one after another into buffer `number`, and wait until they stand there."""
+        values = self._buffers[number][: sum(part.numel() for part in parts)]
         torch.cat(list(parts), out=values)
         torch.cuda.current_stream(values.device).synchronize()
         return values
@@ -107,4 +105,4 @@ def local_device(uuid: str) -> torch.device:
     for index in range(torch.cuda.device_count()):
         if gpu_uuid(torch.device("cuda", index)) == uuid:
             return torch.device("cuda", index)
-    raise ValueError(f"GPU {uuid} of the trainer is not visible to the engine; sync.transport=cuda_ipc needs one GPU")
+    raise ValueError(f"GPU {uuid} of the trainer is not visible to the engine; set sync.transport=p2p")

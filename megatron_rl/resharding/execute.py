@@ -2,203 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_rl.resharding.channel import Channel, ChannelError, connect
-from megatron_rl.resharding.cuda_ipc import NUM_BUFFERS, StagingBuffers
-from megatron_rl.resharding.digest import DIGEST_NAMES, Digest, new_digest
+from megatron_rl.resharding.boxes import Box, PairTable, hash_boxes
+from megatron_rl.resharding.channel import Channel, ChannelError, PeerRefusedError, connect
+from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.delta import DeltaBase, can_encode, is_worth_it
+from megatron_rl.resharding.digest import DIGEST_NAMES, new_digest
+from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.plan import ReshardPlan
-from megatron_rl.resharding.receiver import box_bytes, box_view
-from megatron_rl.types.resharding import ShardDigest, TransferOp
+from megatron_rl.resharding.precision import check_block_boxes, made_boxes, with_scales
+from megatron_rl.resharding.transports.protocol import Transport
+from megatron_rl.resharding.transports.table import TransportChoice, build_transport, choose_transport
+from megatron_rl.types.resharding import ShardDigest, SourceParam, SyncOrder
 
-Address = tuple[str, int]
+Chunks = Sequence[Mapping[str, torch.Tensor]]
 
 
-def execute_send(
-    plan: ReshardPlan,
-    rank: int,
-    chunks: Sequence[Mapping[str, torch.Tensor]],
-    addresses: Sequence[Address],
-    *,
-    key: bytes,
-    version: int,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    timeout_s: float,
-    transport: Literal["tcp", "cuda_ipc"] = "tcp",
-) -> list[ShardDigest]:
-    """Send everything that `rank` owes, to all engine ranks at once; `addresses[r]` is the receiver of engine rank r.
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """How a trainer rank sends: the `sync` section, as far as it concerns it."""
 
-    `chunks` are the rank's parameters per virtual chunk; they are cast to the engine's `dtype`. `cuda_ipc` needs each
-    receiver's engine rank on the GPU of this rank's weights. Returns what was sent, as hashed here. Raises ChannelError
-    naming the receiver that failed; the others are still told the end or closed.
-    """
-    targets = [target for target in range(len(addresses)) if any(True for _ in plan.ops_between(rank, target))]
-    if not targets:
-        return []
-    with ThreadPoolExecutor(max_workers=len(targets), thread_name_prefix="weight-send") as pool:
-        futures = [
-            pool.submit(
-                _send_to, plan, rank, t, chunks, addresses[t], key, version, dtype, bucket_bytes, timeout_s, transport
-            )
-            for t in targets
+    bucket_bytes: int
+    timeout_s: float
+    transport: TransportChoice = "auto"
+    directory: Path | None = None
+    full_interval: int = 1
+    """Every n-th version is sent whole, those between as deltas (p2p alone); 1: all whole."""
+
+
+class WeightSender:
+    """One trainer rank. It keeps one connection per engine rank that needs something of it, from sync to sync."""
+
+    def __init__(self, plan: ReshardPlan, rank: int, addresses: Sequence[Address], key: bytes, options: SendOptions) -> None:
+        self.plan, self.addresses = plan, tuple(addresses)
+        self._options = options
+        mine = plan.columns_from(rank)
+        self._pairs = [
+            _Pair(plan, rank, int(target), mine, addresses[int(target)], key, options)
+            for target in np.unique(mine["target_rank"])
         ]
-        return [future.result(timeout=timeout_s) for future in futures]
+
+    def send(self, chunks: Chunks, order: SyncOrder) -> list[ShardDigest]:
+        """Send everything that the rank owes, to all engine ranks at once.
+
+        `chunks` are the rank's parameters per virtual chunk; they travel in the engines' dtypes. Returns what was sent,
+        as hashed here. Raises ChannelError or ValueError with the line of the first that failed; the others are cut off.
+        """
+        if not self._pairs:
+            return []
+        params = {SourceParam(number, name): p for number, chunk in enumerate(chunks) for name, p in chunk.items()}
+        with ThreadPoolExecutor(max_workers=len(self._pairs), thread_name_prefix="weight-send") as pool:
+            futures = [pool.submit(pair.send, params, order) for pair in self._pairs]
+            done, _ = wait(futures, timeout=self._options.timeout_s, return_when=FIRST_EXCEPTION)
+            failed = next((future for future in futures if future in done and future.exception()), None)
+            if failed is not None or len(done) < len(futures):
+                self.close()
+            return _results(futures, failed)
+
+    def close(self) -> None:
+        """Close every connection; the next `send` opens them anew."""
+        for pair in self._pairs:
+            pair.close()
 
 
-def bucketed(ops: Iterator[TransferOp], max_elements: int) -> Iterator[list[TransferOp]]:
-    """Group boxes into buckets of at most `max_elements`; a larger box is split by rows, a single row never."""
-    bucket: list[TransferOp] = []
-    filled = 0
-    for op in ops:
-        for piece in _split_rows(op, max(max_elements // op.num_cols, 1)):
-            size = piece.num_rows * piece.num_cols
-            if bucket and filled + size > max_elements:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(piece)
-            filled += size
-    if bucket:
-        yield bucket
+def _results(futures: Sequence[Future[ShardDigest]], failed: Future[ShardDigest] | None) -> list[ShardDigest]:
+    """All of them, or the first failure: the others only failed because they were cut off."""
+    if failed is not None:
+        failed.result()
+    return [future.result() for future in futures]
 
 
-def describe_receiver(address: Address, key: bytes, timeout_s: float) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names, shapes and dtypes of what a receiver would write into."""
-    params = _ask(address, key, timeout_s, {"kind": "describe"})["params"]
-    return {name: (tuple(shape), dtype) for name, (shape, dtype) in params.items()}
+class _Pair:
+    """What a trainer rank sends to one engine rank."""
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        target: int,
+        mine: Mapping[str, np.ndarray],
+        address: Address,
+        key: bytes,
+        options: SendOptions,
+    ) -> None:
+        self._rank, self._target, self._address, self._key, self._options = rank, target, address, key, options
+        self._source, self._planned = pair_tables(plan, mine, target)
+        self._table, self._origins = self._planned, np.arange(0)
+        self._shapes = plan.target_shapes
+        self._dtypes: Mapping[str, str] = {}
+        self._channel: Channel | None = None
+        self._transport: Transport | None = None
+        self._transport_name = ""
+        self._base = DeltaBase()
+
+    def send(self, params: Mapping[SourceParam, torch.Tensor], order: SyncOrder) -> ShardDigest:
+        self._adopt(order.dtypes)
+        boxes = self._boxes(params, order)
+        try:
+            return self._send(boxes, order)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._transport = None
+
+    def _send(self, boxes: Sequence[Box], order: SyncOrder) -> ShardDigest:
+        is_kept = self._channel is not None
+        channel, transport = self._connect(boxes)
+        delta, opening = self._encode(boxes, order)
+        try:
+            opened = channel.ask(opening)
+        except PeerRefusedError:
+            raise
+        except ChannelError:
+            if not is_kept:
+                raise
+            self.close()  # it has gone since the last sync
+            channel, transport = self._connect(boxes)
+            opened = channel.ask(opening)
+        digest = new_digest(opened["digest"])
+        if delta is not None and opened["delta"]:
+            channel.send({"kind": "delta"}, delta)
+            hash_boxes(boxes, digest)
+        else:
+            transport.submit_send(boxes)
+            transport.run(digest)
+        own = digest.hexdigest()
+        if channel.expect()["digest"] != own:
+            raise ChannelError(f"{channel.peer}: the digest of what trainer rank {self._rank} sent differs; it arrived wrong")
+        self._base.digest = own
+        return ShardDigest(self._target, self._planned.num_elements, {self._rank: own})
+
+    def _connect(self, boxes: Sequence[Box]) -> tuple[Channel, Transport]:
+        """The kept connection, or a new one with the table of boxes told and the transport chosen."""
+        if self._channel is None or self._transport is None:
+            channel = self._channel = connect(*self._address, self._key, self._options.timeout_s)
+            header = {"kind": "table", "source": self._rank, "names": self._table.names}
+            there = channel.ask(header, memoryview(self._table.rows_N5.tobytes()))["host"]
+            device = boxes[0].view.device
+            self._transport_name = choose_transport(self._options.transport, describe_host(device), there, device)
+            folder = self._options.directory
+            self._transport = build_transport(
+                self._transport_name,
+                channel,
+                self._options.bucket_bytes,
+                None if folder is None else folder / f"from-{self._rank}-to-{self._target}",
+            )
+        return self._channel, self._transport
+
+    def _encode(self, boxes: Sequence[Box], order: SyncOrder) -> tuple[bytes | None, dict[str, Any]]:
+        """The delta if there is one worth sending, and the message that offers it. Until it has arrived, there is no base."""
+        opening = {
+            "kind": "open", "sync": order.sync, "source": self._rank, "transport": self._transport_name,
+            "bucket_bytes": self._options.bucket_bytes, "timeout_s": self._options.timeout_s, "digests": DIGEST_NAMES,
+            "delta_base": None,
+        }  # fmt: skip
+        interval = self._options.full_interval
+        if interval == 1 or self._transport_name != "p2p" or not can_encode(boxes):
+            return None, opening
+        base, delta = self._base.digest, None
+        if order.version % interval:
+            delta = self._base.encode(boxes)
+        else:
+            self._base.remember(boxes)
+        self._base.digest = None
+        if delta is None or not is_worth_it(delta, boxes):
+            return None, opening
+        return delta, opening | {"delta_base": base}
+
+    def _boxes(self, params: Mapping[SourceParam, torch.Tensor], order: SyncOrder) -> list[Box]:
+        return made_boxes(self._source.resolve(params), self._table, self._origins, order.dtypes)
+
+    def _adopt(self, dtypes: Mapping[str, str]) -> None:
+        """The boxes that travel follow from how the engines hold each parameter."""
+        if self._dtypes != dtypes:
+            check_block_boxes(self._planned, dtypes, self._shapes)
+            self._table, self._origins = with_scales(self._planned, dtypes)
+            self._dtypes = dtypes
+            self.close()
 
 
-def begin_receive(address: Address, key: bytes, timeout_s: float, *, version: int, sources: Sequence[int]) -> None:
-    """Tell a receiver which version comes, and from which trainer ranks."""
-    _ask(address, key, timeout_s, {"kind": "begin", "version": version, "sources": list(sources)})
-
-
-def finish_receive(address: Address, key: bytes, timeout_s: float, *, version: int, target_rank: int) -> ShardDigest:
-    """What a receiver has written for `version`. Raises ChannelError when a sender did not come to its end."""
-    answer = _ask(address, key, timeout_s, {"kind": "finish", "version": version})
-    digests = {int(source): digest for source, digest in answer["digests"].items()}
-    return ShardDigest(target_rank=target_rank, num_elements=answer["num_elements"], digests=digests)
-
-
-def _ask(address: Address, key: bytes, timeout_s: float, question: dict[str, Any]) -> dict[str, Any]:
-    """One question on a connection of its own."""
-    channel = connect(*address, key, timeout_s)
-    try:
-        return channel.ask(question)
-    finally:
-        channel.close()
-
-
-def _split_rows(op: TransferOp, max_rows: int) -> Iterator[TransferOp]:
-    for start in range(0, op.num_rows, max_rows):
-        yield replace(
-            op,
-            source_row=op.source_row + start,
-            target_row=op.target_row + start,
-            num_rows=min(max_rows, op.num_rows - start),
-        )
-
-
-def _send_to(
-    plan: ReshardPlan,
-    rank: int,
-    target: int,
-    chunks: Sequence[Mapping[str, torch.Tensor]],
-    address: Address,
-    key: bytes,
-    version: int,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    timeout_s: float,
-    transport: str,
-) -> ShardDigest:
-    buckets = list(bucketed(plan.ops_between(rank, target), max(bucket_bytes // dtype.itemsize, 1)))
-    channel = connect(*address, key, timeout_s)
-    try:
-        send = _send_staged if transport == "cuda_ipc" else _send_bytes
-        return send(channel, buckets, chunks, dtype, version=version, rank=rank, target=target)
-    finally:
-        channel.close()
-
-
-def _send_bytes(
-    channel: Channel,
-    buckets: Sequence[list[TransferOp]],
-    chunks: Sequence[Mapping[str, torch.Tensor]],
-    dtype: torch.dtype,
-    *,
-    version: int,
-    rank: int,
-    target: int,
-) -> ShardDigest:
-    """Every bucket as the payload of its message."""
-    message = {"version": version, "source": rank}
-    digest = new_digest(channel.ask({"kind": "open", "digests": DIGEST_NAMES, **message})["digest"])
-    for bucket in buckets:
-        payload = box_bytes(torch.cat(_parts(chunks, bucket, dtype)))
-        digest.update(payload)
-        channel.send({"kind": "bucket", "boxes": _boxes(bucket), **message}, payload)
-    return _end(channel, message, digest, buckets, target)
-
-
-def _send_staged(
-    channel: Channel,
-    buckets: Sequence[list[TransferOp]],
-    chunks: Sequence[Mapping[str, torch.Tensor]],
-    dtype: torch.dtype,
-    *,
-    version: int,
-    rank: int,
-    target: int,
-) -> ShardDigest:
-    """Every bucket in one of two staging buffers; a buffer is filled anew when the receiver has read it."""
-    message = {"version": version, "source": rank}
-    source = buckets[0][0].source
-    staging = StagingBuffers(
-        chunks[source.chunk][source.name].device, max(map(_num_elements, buckets)) * dtype.itemsize
-    )
-    opened = channel.ask({"kind": "open", "digests": DIGEST_NAMES, "staging": staging.describe(), **message})
-    digest = new_digest(opened["digest"])
-    for number, bucket in enumerate(buckets):
-        if number >= NUM_BUFFERS:
-            channel.expect()
-        values = staging.fill(number % NUM_BUFFERS, _parts(chunks, bucket, dtype))
-        place = {"buffer": number % NUM_BUFFERS, "num_bytes": values.numel() * dtype.itemsize}
-        channel.send({"kind": "bucket", "boxes": _boxes(bucket), **place, **message})
-        digest.update(box_bytes(values))
-    for _ in buckets[-NUM_BUFFERS:]:
-        channel.expect()
-    return _end(channel, message, digest, buckets, target)
-
-
-def _end(
-    channel: Channel, message: dict[str, int], digest: Digest, buckets: Sequence[list[TransferOp]], target: int
-) -> ShardDigest:
-    rank, own = message["source"], digest.hexdigest()
-    if channel.ask({"kind": "end", **message})["digest"] != own:
-        raise ChannelError(f"{channel.peer}: the digest of what trainer rank {rank} sent differs; it arrived wrong")
-    return ShardDigest(target_rank=target, num_elements=sum(map(_num_elements, buckets)), digests={rank: own})
-
-
-def _parts(
-    chunks: Sequence[Mapping[str, torch.Tensor]], bucket: list[TransferOp], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    return [_source_box(chunks, op).to(dtype).reshape(-1) for op in bucket]
-
-
-def _boxes(bucket: list[TransferOp]) -> list[list[str | int]]:
-    return [[op.target, op.target_row, op.target_col, op.num_rows, op.num_cols] for op in bucket]
-
-
-def _num_elements(bucket: list[TransferOp]) -> int:
-    return sum(op.num_rows * op.num_cols for op in bucket)
-
-
-def _source_box(chunks: Sequence[Mapping[str, torch.Tensor]], op: TransferOp) -> torch.Tensor:
-    param = chunks[op.source.chunk][op.source.name]
-    return box_view(param, op.source_row, op.source_col, op.num_rows, op.num_cols)
+def pair_tables(plan: ReshardPlan, mine: Mapping[str, np.ndarray], target: int) -> tuple[PairTable, PairTable]:
+    """Where the boxes of a trainer rank (its columns of the plan) lie at that rank and at one engine rank."""
+    columns = {name: column[mine["target_rank"] == target] for name, column in mine.items()}
+    tables = []
+    sides: tuple[tuple[str, Sequence[Any]], ...] = (("source", plan.source_params), ("target", plan.target_params))
+    for side, names in sides:
+        used, numbers = np.unique(columns[f"{side}_param"], return_inverse=True)
+        fields = (numbers, columns[f"{side}_row"], columns[f"{side}_col"], columns["num_rows"], columns["num_cols"])
+        tables.append(PairTable(tuple(names[int(i)] for i in used), np.stack(fields, axis=1).astype(np.int64)))
+    return tables[0], tables[1]

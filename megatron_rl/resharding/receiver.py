@@ -1,14 +1,16 @@
-"""The engine's side of a weight sync: one receiver per tensor-parallel rank, a thread beside the engine.
+"""The engine's side of a weight sync: one receiver per tensor-parallel rank, threads beside the engine.
 
 It knows parameter names, shapes and bytes, and nothing of the trainer. Slices are written straight into the engine's
-parameters, then read back from there for the digest, so that the digest speaks of what the engine will use. The engine
-must be paused between `begin` and the commit: the receiver does not know the engine.
+parameters (or into host memory beside them, `sync.staging`), then read back from there for the digest, so that the
+digest speaks of what the engine will use. Without staging the engine must be paused between `begin` and the commit: the
+receiver does not know the engine.
 
-Messages (JSON header, raw payload): `describe` -> params; `begin` (version, sources); `open` (version, source, digests
-that the sender can compute, staging buffers if any) -> the digest that both will compute; `bucket` (version, source,
-boxes, bytes); `end` (version, source) -> digest; `finish` (version) -> digests and number of elements. Over TCP a
-bucket carries its bytes and is not answered; over CUDA IPC it names a staging buffer and is answered once that may be
-overwritten.
+Messages (JSON header, raw payload). From the controller, one connection: `describe` -> params, host; `begin` (sync,
+version, sources, staged); `finish` (sync) -> digests, number of elements; `apply` (sync), after staging. From each
+trainer rank, one connection for all syncs: `table` (names, boxes), once; `open` (sync, source, transport, digests, base
+of a delta if there is one) -> the digest that both will compute, and whether the delta fits what stands here; the delta
+or what the transport says; then -> digest of what stands in the boxes. An update whose
+sender breaks the protocol, dies or is silent too long cannot be finished.
 """
 
 from __future__ import annotations
@@ -16,51 +18,23 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
+from megatron_rl.resharding.boxes import PairTable, dtype_name, hash_boxes, total_bytes
 from megatron_rl.resharding.channel import Channel, ChannelError, accept
-from megatron_rl.resharding.cuda_ipc import MappedBuffers
-from megatron_rl.resharding.digest import Digest, choose_digest, new_digest
+from megatron_rl.resharding.delta import apply_delta
+from megatron_rl.resharding.digest import DIGEST_NAMES, choose_digest, new_digest
+from megatron_rl.resharding.host import describe_host
+from megatron_rl.resharding.incoming import IncomingUpdate
+from megatron_rl.resharding.precision import count_weights
+from megatron_rl.resharding.transports.protocol import Transport
+from megatron_rl.resharding.transports.table import build_transport
 
-_IDLE_TIMEOUT_S = 3600.0
+_IDLE_TIMEOUT_S = 24 * 3600.0
 _HANDSHAKE_TIMEOUT_S = 10.0
-
-
-class _Update:
-    """What arrived for one version so far."""
-
-    def __init__(self, version: int, sources: list[int]) -> None:
-        self.version = version
-        self.sources = frozenset(sources)
-        self.hashes: dict[int, Digest] = {}
-        self.staging: dict[int, MappedBuffers] = {}
-        self.ended: set[int] = set()
-        self.num_elements = 0
-        self.is_broken = False
-
-    def open(self, source: int, offered: list[str], staging: dict[str, Any] | None) -> dict[str, Any]:
-        if source not in self.sources or source in self.hashes:
-            raise ValueError(f"trainer rank {source} may not open here; expected once each: {sorted(self.sources)}")
-        name = choose_digest(offered)
-        if staging is not None:
-            self.staging[source] = MappedBuffers(staging)
-        self.hashes[source] = new_digest(name)
-        return {"digest": name}
-
-    def end(self, source: int) -> dict[str, Any]:
-        digest = self.hash_of(source).hexdigest()
-        if source in self.staging:
-            self.staging.pop(source).close()
-        self.ended.add(source)
-        return {"digest": digest}
-
-    def hash_of(self, source: int) -> Digest:
-        if source not in self.hashes:
-            raise ValueError(f"trainer rank {source} sent something before it opened")
-        return self.hashes[source]
 
 
 class Receiver:
@@ -72,9 +46,13 @@ class Receiver:
 
     def __init__(self, params: dict[str, torch.Tensor], key: bytes, host: str = "127.0.0.1") -> None:
         self._params = params
+        self._staged: dict[str, torch.Tensor] = {}
         self._key = key
         self._listener = socket.create_server((host, 0))
-        self._update: _Update | None = None
+        self._update: IncomingUpdate | None = None
+        self._tables: dict[int, PairTable] = {}
+        self._held: dict[int, tuple[bool, str]] = {}
+        """What each trainer rank's boxes hold: whether beside the parameters, and its digest; the base of a delta."""
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._accept_loop, name="weight-receiver", daemon=True)
@@ -93,8 +71,7 @@ class Receiver:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):  # the peer may have closed it already
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut(connection)
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
 
@@ -108,121 +85,131 @@ class Receiver:
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         self._connections.add(connection)
+        transports: dict[str, Transport] = {}
         try:
             channel = accept(connection, peer, self._key, _HANDSHAKE_TIMEOUT_S)
-            connection.settimeout(_IDLE_TIMEOUT_S)
             while True:
+                channel.set_timeout(_IDLE_TIMEOUT_S)
                 header, payload = channel.receive()
-                self._answer(channel, header, payload)
+                self._answer(channel, connection, transports, header, payload)
         except (ChannelError, OSError):
             pass  # the sender went away: `finish` will tell that its part is missing
         finally:
+            for transport in transports.values():
+                transport.close()
             self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, channel: Channel, header: dict[str, Any], payload: bytearray) -> None:
+    def _answer(
+        self,
+        channel: Channel,
+        connection: socket.socket,
+        transports: dict[str, Transport],
+        header: dict[str, Any],
+        payload: bytearray,
+    ) -> None:
         try:
-            answer = self._handle(header, payload)
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # it does not fit: say so, drop the peer
-            with self._lock:
-                if self._update is not None and header.get("version") == self._update.version:
-                    self._update.is_broken = True
-            channel.send({"error": f"{type(error).__name__}: {error}"})
+            if header["kind"] == "open":
+                answer = self._receive(channel, connection, transports, header)
+            else:
+                answer = self._handle(header, payload)
+        except ChannelError:
+            raise
+        except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:  # it does not fit: say so, drop the peer
+            channel.refuse(f"{type(error).__name__}: {error}")
             raise ChannelError(f"{channel.peer}: sent a message that does not fit ({error})") from error
-        if answer is not None:
-            channel.send(answer)
+        channel.send(answer)
 
-    def _handle(self, header: dict[str, Any], payload: bytearray) -> dict[str, Any] | None:
+    def _handle(self, header: dict[str, Any], payload: bytearray) -> dict[str, Any]:
         kind = header["kind"]
         if kind == "describe":
             return {"params": {n: [list(p.shape), dtype_name(p.dtype)] for n, p in self._params.items()}}
-        if kind == "begin":
+        if kind == "table":
+            table = PairTable(tuple(header["names"]), np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
+            table.resolve(self._params)  # names what does not fit
             with self._lock:
-                self._update = _Update(header["version"], header["sources"])
+                self._tables[header["source"]] = table
+                self._held.pop(header["source"], None)
+            return {"host": describe_host(self._device), "digests": DIGEST_NAMES}
+        if kind == "begin":
+            self._begin(IncomingUpdate(header["sync"], header["version"], header["sources"], header["staged"]))
             return {"ok": True}
-        update = self._current(header["version"])
-        if kind == "open":
-            return update.open(header["source"], header["digests"], header.get("staging"))
-        if kind == "bucket":
-            return self._write_bucket(update, header, payload)
-        if kind == "end":
-            return update.end(header["source"])
         if kind == "finish":
-            return self._finish(update)
+            update = self._current(header["sync"])
+            update.require_whole()
+            return {"num_elements": update.num_elements, "digests": {str(s): d for s, d in update.digests.items()}}
+        if kind == "apply":
+            return self._apply(self._current(header["sync"]))
         raise ValueError(f"unknown message kind {kind!r}")
 
-    def _current(self, version: int) -> _Update:
+    def _begin(self, update: IncomingUpdate) -> None:
+        """The one before ends first, so that a late slice of it is never written over a new one."""
         with self._lock:
-            if self._update is None or self._update.version != version:
+            before, self._update = self._update, None
+        if before is not None:
+            before.close()
+        if update.is_staged and not self._staged:
+            self._staged = {name: _beside(param) for name, param in self._params.items()}
+        with self._lock:
+            self._update = update
+
+    def _current(self, sync: str) -> IncomingUpdate:
+        with self._lock:
+            if self._update is None or self._update.sync != sync:
                 current = None if self._update is None else self._update.version
-                raise ValueError(f"version {version} is not being received (current: {current})")
+                raise ValueError(f"sync {sync} is not being received (current version: {current})")
             return self._update
 
-    def _write_bucket(self, update: _Update, header: dict[str, Any], payload: bytearray) -> dict[str, Any] | None:
-        source = header["source"]
-        digest, staging = update.hash_of(source), update.staging.get(source)
-        if staging is None:
-            values = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
-            self._write(update, digest, header["boxes"], values)
-            return None
-        self._write(update, digest, header["boxes"], staging.read(header["buffer"], header["num_bytes"]))
-        staging.finish_reading()
+    def _receive(
+        self, channel: Channel, connection: socket.socket, transports: dict[str, Transport], header: dict[str, Any]
+    ) -> dict[str, Any]:
+        """One trainer rank's slices of one sync."""
+        source, name = header["source"], header["transport"]
+        update = self._current(header["sync"])
+        with update.writing(source, lambda: _shut(connection)):
+            table = self._tables[source]
+            digest_name = choose_digest(header["digests"])
+            digest = new_digest(digest_name)
+            if name not in transports:
+                transports[name] = build_transport(name, channel, header["bucket_bytes"])
+            boxes = table.resolve(self._staged if update.is_staged else self._params)
+            held = self._held.pop(source, None)
+            takes_delta = header["delta_base"] is not None and held == (update.is_staged, header["delta_base"])
+            channel.set_timeout(header["timeout_s"])
+            channel.send({"digest": digest_name, "delta": takes_delta})
+            if takes_delta:
+                apply_delta(channel.receive_payload("delta", total_bytes(boxes)), boxes)
+                hash_boxes(boxes, digest)
+            else:
+                transports[name].submit_recv(boxes)
+                transports[name].run(digest)
+            self._held[source] = (update.is_staged, digest.hexdigest())
+            update.end(source, digest_name, digest.hexdigest(), count_weights(table))
+        return {"digest": digest.hexdigest()}
+
+    def _apply(self, update: IncomingUpdate) -> dict[str, Any]:
+        """Bring a staged update into the parameters, and check there that it stands as it was received."""
+        update.require_whole()
+        for name in {name for source in update.sources for name in self._tables[source].names}:
+            self._params[name].detach().copy_(self._staged[name])
+        for source, received in update.digests.items():
+            digest = new_digest(update.algorithms[source])
+            hash_boxes(self._tables[source].resolve(self._params), digest)
+            if digest.hexdigest() != received:
+                raise ValueError(f"version {update.version}: what trainer rank {source} sent changed on its way from staging")
         return {"ok": True}
 
-    def _write(self, update: _Update, digest: Digest, boxes: list[list[Any]], values: torch.Tensor) -> None:
-        """Copy flat bytes into the boxes, then hash the boxes."""
-        length, offset = values.numel(), 0
-        targets = []
-        for name, row, col, num_rows, num_cols in boxes:
-            target = box_view(self._params[name], row, col, num_rows, num_cols)
-            num_bytes = target.numel() * target.element_size()
-            if offset + num_bytes > length:
-                raise ValueError(f"bucket of {length} bytes for boxes of at least {offset + num_bytes} bytes")
-            part = values[offset : offset + num_bytes]
-            if part.storage_offset() % target.element_size():
-                raise ValueError(f"'{name}' begins at byte {offset}, unaligned for {dtype_name(target.dtype)}")
-            target.copy_(part.view(target.dtype).view(num_rows, num_cols))
-            targets.append(target)
-            offset += num_bytes
-        if offset != length:
-            raise ValueError(f"bucket of {length} bytes for boxes of {offset} bytes")
-        for read_back in boxes_bytes(targets):
-            digest.update(read_back)
-        with self._lock:
-            update.num_elements += sum(target.numel() for target in targets)
-
-    def _finish(self, update: _Update) -> dict[str, Any]:
-        missing = sorted(update.sources - update.ended)
-        if update.is_broken:
-            raise ValueError(f"version {update.version} is incomplete: a sender's message did not fit")
-        if missing:
-            raise ValueError(f"version {update.version} is incomplete: no end from trainer ranks {missing}")
-        digests = {str(source): digest.hexdigest() for source, digest in update.hashes.items()}
-        with self._lock:
-            self._update = None
-        return {"num_elements": update.num_elements, "digests": digests}
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._params.values())).device
 
 
-def box_view(param: torch.Tensor, row: int, col: int, num_rows: int, num_cols: int) -> torch.Tensor:
-    """The box as a view of the parameter's matrix. Raises ValueError when it does not lie inside."""
-    matrix = param.detach()
-    matrix = matrix.unsqueeze(1) if matrix.ndim == 1 else matrix.view(-1, matrix.shape[-1])
-    if row < 0 or col < 0 or row + num_rows > matrix.shape[0] or col + num_cols > matrix.shape[1]:
-        raise ValueError(f"box [{row}:{row + num_rows}, {col}:{col + num_cols}] is outside {tuple(matrix.shape)}")
-    return matrix[row : row + num_rows, col : col + num_cols]
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer may have closed it already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def box_bytes(box: torch.Tensor) -> memoryview:
-    """The raw bytes of a box in row order, for hashing and sending."""
-    return memoryview(box.contiguous().view(-1).view(torch.uint8).cpu().numpy())
-
-
-def boxes_bytes(boxes: list[torch.Tensor]) -> Iterator[memoryview]:
-    """The raw bytes of boxes one after another. From a GPU they come in one copy: each would wait for the device."""
-    if boxes and boxes[0].is_cuda:
-        boxes = [torch.cat([box.reshape(-1) for box in boxes])]
-    yield from map(box_bytes, boxes)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _beside(param: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, page-locked when the parameter is on a GPU."""
+    host = torch.empty(param.shape, dtype=param.dtype, pin_memory=param.is_cuda)
+    return host.copy_(param.detach())

@@ -1,4 +1,4 @@
-"""From a microbatch and the log-probs that the model gives its tokens to a loss share.
+"""From a microbatch and the numbers that a model gives its tokens (log-probs, values) to a loss share.
 
 Shape suffixes: _T packed tokens (token-aligned), _S sequences.
 """
@@ -11,12 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.aggregation import aggregate, token_weights
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.inputs import LossInputs, LossOutput
+from megatron_rl.algorithms.losses.value import is_value_clipped, value_loss
+from megatron_rl.algorithms.segments import Segments
+from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.types.training import Denominators, Microbatch
 
-Objective = Callable[[Microbatch, Tensor, Tensor], LossOutput]
-"""(microbatch, policy log-probs [T], entropies [T]) -> this microbatch's share of the minibatch loss."""
+Objective = Callable[..., LossOutput]
+"""(microbatch, scores [T] ...) -> this microbatch's share of the minibatch loss. The scores are what the role's head
+gives: log-probs and entropies of a policy, values of a critic."""
 
 
 def policy_objective(algorithm: Algorithm, denominators: Denominators, policy_version: int | None = None) -> Objective:
@@ -70,6 +75,32 @@ def supervised_objective(denominators: Denominators) -> Objective:
             {
                 "loss/supervised": (negative_sum.detach(), count),
                 "loss/entropy": ((entropies_T.detach() * mask_T).sum(), count),
+            },
+        )
+
+    return loss
+
+
+def value_objective(algorithm: AlgorithmSection, denominators: Denominators, clip: float | None) -> Objective:
+    """The clipped value loss, aggregated as the policy's loss is. Reads `values` (before the step) and `returns`."""
+
+    def loss(microbatch: Microbatch, values_T: Tensor) -> LossOutput:
+        device = values_T.device
+        old_T, returns_T = (torch.tensor(microbatch.token_arrays[name], device=device) for name in ("values", "returns"))
+        ids_T = np.repeat(np.arange(microbatch.num_sequences), np.diff(microbatch.cu_seqlens))
+        mask_T = torch.tensor(microbatch.loss_mask_T, device=device)
+        segments = Segments(torch.tensor(ids_T, device=device), mask_T, microbatch.num_sequences)
+        constant = algorithm.aggregation_constant
+        weights_T = token_weights(algorithm.aggregation, segments, denominators, constant, values_T.dtype)
+        total = aggregate(value_loss(values_T, old_T, returns_T, clip), weights_T)
+        count = mask_T.sum()
+        is_clipped_T = is_value_clipped(values_T.detach(), old_T, returns_T, clip) & mask_T
+        return LossOutput(
+            total,
+            {
+                "loss/value": (total.detach(), count.double() / max(denominators.num_tokens, 1)),
+                "loss/value_clip_fraction": (is_clipped_T.sum(), count),
+                "critic/value_mean": (torch.where(mask_T, values_T.detach(), 0.0).sum(), count),
             },
         )
 

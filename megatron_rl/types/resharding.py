@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,3 +41,17 @@ class ShardDigest:
     target_rank: int
     num_elements: int
     digests: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncOrder:
+    """What the controller tells every trainer rank: bring the engine ranks to `version`.
+
+    `sync` names this attempt; `addresses[r]` is the receiver of engine rank r; `dtypes` says how the engines hold each
+    parameter.
+    """
+
+    sync: str
+    version: int
+    addresses: tuple[tuple[str, int], ...]
+    dtypes: Mapping[str, str]

@@ -39,7 +39,7 @@ HEAVY: Mapping[str, tuple[str, ...]] = {
     "datasets": ("data",),
     "pyarrow": ("data",),
     "gguf": ("checkpoint",),
-    "safetensors": ("checkpoint",),
+    "safetensors": ("checkpoint", "resharding.transports.disk"),
     "reasoning_gym": ("rewards",),
     "math_verify": ("rewards",),
     "aiohttp": ("rollout.sglang",),

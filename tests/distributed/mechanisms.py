@@ -1,10 +1,12 @@
-"""What one process does to show the mechanisms that the layout tests switch off: auxiliary loss, expert bias, bf16."""
+"""What one process does to show what the layout tests switch off: auxiliary loss, expert bias, bf16; and a critic."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from critic_worker import show_worker  # beside this file
 from megatron.core import parallel_state
 from walk import count, debug_dims, joined, pack, policy, sequences, split
 
@@ -17,7 +19,7 @@ from megatron_rl.types.layout import ParallelLayout
 SIGMOID = MegatronSection(transformer={"moe_router_score_function": "sigmoid"})
 
 
-def show_mechanisms(me: Rank) -> dict[str, Any]:
+def show_mechanisms(me: Rank, *, folder: str) -> dict[str, Any]:
     """On one rank."""
     layout = ParallelLayout()
     batch = sequences(debug_dims("qwen3_moe").vocab_size)
@@ -64,6 +66,7 @@ def show_mechanisms(me: Rank) -> dict[str, Any]:
                 trainer.load_parameters([{**broken, "decoder.final_layernorm.weight": torch.ones(7)}])
             except ValueError as error:
                 results["wrong_shape"] = str(error)
+    results["worker"] = show_worker(Path(folder))
     return results
 
 

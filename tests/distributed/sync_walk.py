@@ -23,6 +23,7 @@ from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.config.sections import OptimizerSection, SyncSection, TrainerSection
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
+from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.layout.coords import coords_of
@@ -46,18 +47,21 @@ class Commands:
     def __init__(self, worker: PolicyWorker, key: bytes) -> None:
         self.worker, self.key = worker, key
 
-    async def send_weights(self, addresses, dtype, version):
-        return await asyncio.to_thread(self._send, [tuple(address) for address in addresses], dtype, version)
+    async def send_weights(self, order):
+        return await asyncio.to_thread(self._broadcast, "send_weights", order, self.key)
 
-    def _send(self, addresses, dtype, version):
-        dist.broadcast_object_list([("send", addresses, dtype, version)], src=0)
-        return self._run(addresses, dtype, version)
+    async def score_tokens(self, token_ids):
+        return (await asyncio.to_thread(self._broadcast, "score_tokens", token_ids))[:len(token_ids)]
 
-    def _run(self, addresses, dtype, version):
-        digests = self.worker.send_weights(addresses, self.key, dtype, version)
+    def _broadcast(self, method, *args):
+        dist.broadcast_object_list([(method, *args)], src=0)
+        return self._run(method, *args)
+
+    def _run(self, method, *args):
+        results = getattr(self.worker, method)(*args)
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, digests)
-        return [digest for part in gathered for digest in part]
+        dist.all_gather_object(gathered, results)
+        return [result for part in gathered for result in part]
 
     def done(self) -> None:
         dist.broadcast_object_list([("done",)], src=0)
@@ -68,7 +72,7 @@ class Commands:
             dist.broadcast_object_list(box, src=0)
             if box[0][0] == "done":
                 return
-            self._run(*box[0][1:])
+            self._run(*box[0])
 
 
 def walk_sync(me: Rank, *, dims: dict, family: str, layouts: list[dict], engine: dict, key_hex: str) -> dict[str, float]:
@@ -102,7 +106,9 @@ async def _publish_and_compare(
     model_dims = ModelDims(**dims)
     plan = build_reshard_plan(family, model_dims, layout, _engine_layout(engine))
     target, addresses, close = await _engine(engine, model_dims, commands.key)
-    sync = WeightSync(plan, commands, [target], addresses, commands.key, SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000))
+    section = SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000)
+    probe = WeightProbe([TEXT, TEXT[4:]], interval=1, tolerance=1e-3)
+    sync = WeightSync(plan, commands, [target], addresses, commands.key, section, probe)
     worst = 0.0
     try:
         for round_number in range(2):

@@ -18,7 +18,7 @@ from launch import run_distributed
 
 MOE = "qwen3_moe"
 DENSE = "llama"
-PPO = {"algorithms": ["ppo"]}
+VAPO = {"algorithms": ["vapo"]}
 ONE_RANK = [
     {"name": "TP1", "objectives": True, "layout": {}},
     {"name": "TP1, one microbatch", "layout": {}, "num_microbatches": 1},
@@ -29,12 +29,12 @@ ONE_RANK = [
     {"name": "TP1, selective recompute", "layout": {}, "section": {"recompute": "selective"}},
     {"name": "TP1, plain optimizer", "layout": {}, "distributed_optimizer": False},
     {"name": "TP1, shared prompts", "layout": {}, "share": True, "num_microbatches": 1},
-    {"name": "TP1, shared prompts, groups split", "layout": {}, "share": True, "section": {"recompute": "full"}} | PPO,
-    {"name": "TP1, shared prompts, selective", "layout": {}, "share": True, "section": {"recompute": "selective"}} | PPO,
+    {"name": "TP1, shared prompts, groups split", "layout": {}, "share": True, "section": {"recompute": "full"}} | VAPO,
+    {"name": "TP1, shared prompts, selective", "layout": {}, "share": True, "section": {"recompute": "selective"}} | VAPO,
 ]
 ONE_RANK_MOE = [
-    {"name": "TP1, replayed", "layout": {}, "replay": True} | PPO,
-    {"name": "TP1, replayed, full", "layout": {}, "replay": True, "share": True, "section": {"recompute": "full"}} | PPO,
+    {"name": "TP1, replayed", "layout": {}, "replay": True} | VAPO,
+    {"name": "TP1, replayed, full", "layout": {}, "replay": True, "share": True, "section": {"recompute": "full"}} | VAPO,
 ]
 TWO_RANKS = [
     {"name": "TP2", "objectives": True, "layout": {"tp": 2, "etp": 2}},
@@ -48,14 +48,14 @@ TWO_RANKS = [
         "layout": {"dp": 2},
         "section": {"megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}},
     },
-    {"name": "TP2, shared prompts", "layout": {"tp": 2, "etp": 2}, "share": True} | PPO,
-    {"name": "PP2 VPP2, shared prompts", "layout": {"pp": 2, "virtual_pp": 2}, "share": True} | PPO,
-    {"name": "DP2, shared prompts", "layout": {"dp": 2}, "num_microbatches": 1, "share": True} | PPO,
-    {"name": "CP2, not shared", "layout": {"cp": 2}, "share": True} | PPO,
+    {"name": "TP2, shared prompts", "layout": {"tp": 2, "etp": 2}, "share": True} | VAPO,
+    {"name": "PP2 VPP2, shared prompts", "layout": {"pp": 2, "virtual_pp": 2}, "share": True} | VAPO,
+    {"name": "DP2, shared prompts", "layout": {"dp": 2}, "num_microbatches": 1, "share": True} | VAPO,
+    {"name": "CP2, not shared", "layout": {"cp": 2}, "share": True} | VAPO,
 ]
 TWO_RANKS_MOE = [
-    {"name": "TP2 EP2 ETP1, replayed", "layout": {"tp": 2, "ep": 2}, "share": True, "replay": True} | PPO,
-    {"name": "CP2 EP2, replayed", "layout": {"cp": 2, "ep": 2}, "replay": True} | PPO,
+    {"name": "TP2 EP2 ETP1, replayed", "layout": {"tp": 2, "ep": 2}, "share": True, "replay": True} | VAPO,
+    {"name": "CP2 EP2, replayed", "layout": {"cp": 2, "ep": 2}, "replay": True} | VAPO,
     {
         "name": "PP2 VPP2, replayed",
         "layout": {"pp": 2, "virtual_pp": 2},
@@ -63,8 +63,8 @@ TWO_RANKS_MOE = [
         "replay": True,
         "section": {"recompute": "full"},
     }
-    | PPO,
-    {"name": "TP2 EP2 ETP1, shared prompts", "layout": {"tp": 2, "ep": 2}, "share": True} | PPO,
+    | VAPO,
+    {"name": "TP2 EP2 ETP1, shared prompts", "layout": {"tp": 2, "ep": 2}, "share": True} | VAPO,
     {"name": "EP2", "objectives": True, "layout": {"dp": 2, "ep": 2}},
     {"name": "TP2 EP2 ETP1", "layout": {"tp": 2, "ep": 2}},
     {"name": "EP2, plain optimizer", "layout": {"dp": 2, "ep": 2}, "distributed_optimizer": False},
@@ -72,18 +72,18 @@ TWO_RANKS_MOE = [
 ]
 FOUR_RANKS = [
     {"name": "TP2 PP2", "layout": {"tp": 2, "etp": 2, "pp": 2}},
-    {"name": "TP2 PP2, shared prompts", "layout": {"tp": 2, "etp": 2, "pp": 2}, "share": True} | PPO,
+    {"name": "TP2 PP2, shared prompts", "layout": {"tp": 2, "etp": 2, "pp": 2}, "share": True} | VAPO,
     {"name": "TP2 DP2", "layout": {"tp": 2, "etp": 2, "dp": 2}},
     {"name": "TP2 CP2", "layout": {"tp": 2, "etp": 2, "cp": 2}},
     {"name": "PP2 CP2", "layout": {"pp": 2, "cp": 2}},
     {"name": "PP2 VPP2 DP2", "layout": {"pp": 2, "virtual_pp": 2, "dp": 2}},
 ]
 FOUR_RANKS_MOE = [
-    {"name": "TP2 CP2 EP2, replayed", "layout": {"tp": 2, "cp": 2, "ep": 2}, "replay": True} | PPO,
+    {"name": "TP2 CP2 EP2, replayed", "layout": {"tp": 2, "cp": 2, "ep": 2}, "replay": True} | VAPO,
     {"name": "EP4", "layout": {"dp": 4, "ep": 4}},
     {"name": "TP2 EP4 DP2", "layout": {"tp": 2, "dp": 2, "ep": 4}},
     {"name": "PP2 EP2 DP2", "layout": {"pp": 2, "dp": 2, "ep": 2}},
-    {"name": "PP2 EP2 DP2, shared prompts", "layout": {"pp": 2, "dp": 2, "ep": 2}, "num_microbatches": 1, "share": True} | PPO,
+    {"name": "PP2 EP2 DP2, shared prompts", "layout": {"pp": 2, "dp": 2, "ep": 2}, "num_microbatches": 1, "share": True} | VAPO,
     {"name": "EP2 DP4", "objectives": True, "layout": {"dp": 4, "ep": 2}},
 ]
 
@@ -115,11 +115,21 @@ def test_packing_and_recompute_change_nothing(oracle: list[dict[str, Any]]) -> N
         assert not compare(case, result, reference(case, oracle))
 
 
+def test_the_value_of_a_token_does_not_see_it(oracle: list[dict[str, Any]]) -> None:
+    """Values are token-aligned: the first has no state before it, all others differ from their neighbours."""
+    for values in oracle[0]["values"].values():
+        assert values[0] == 0
+        assert len(set(values)) == len(values)
+
+
 def test_training_moves(oracle: list[dict[str, Any]]) -> None:
     for steps in oracle[0]["steps"].values():
         losses = [step["loss/total"] for step in steps]
         assert losses[1] < losses[0]
         assert all(step["grad_norm"] > 0.01 for step in steps)
+    values = [step["loss/value"] for step in oracle[0]["steps"]["vapo"]]
+    assert values[2] < values[1] < values[0]
+    assert 0 < oracle[0]["steps"]["vapo"][2]["loss/value_clip_fraction"] < 1
     assert all(grad_norm > 1e-3 for _, grad_norm in oracle[0].get("objectives", {}).values())
 
 
@@ -136,12 +146,13 @@ def check(family: str, world_size: int, cases: list[dict[str, Any]], oracle: lis
     by_rank = run_distributed(walk_layouts, world_size, timeout_s=120 + 40 * len(cases), family=family, cases=cases)
     wrong: list[str] = []
     for index, case in enumerate(cases):
-        logprobs: dict[str, list[float]] = {}
+        together: dict[str, Any] = {**by_rank[0][index], "logprobs": {}, "values": {}}
         for results in by_rank:
-            logprobs |= results[index]["logprobs"]
+            for name in ("logprobs", "values"):
+                together[name] |= results[index][name]
             if any(results[index].get(key) != by_rank[0][index].get(key) for key in ("steps", "objectives")):
                 wrong.append(f"{case['name']}: ranks report different metrics")
-        wrong += compare(case, by_rank[0][index] | {"logprobs": logprobs}, reference(case, oracle))
+        wrong += compare(case, together, reference(case, oracle))
     assert not wrong, "\n".join(wrong)
 
 
@@ -149,19 +160,29 @@ def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, An
     """What differs between a case and the oracle, in words."""
     gradient_tolerance = 1e-4 if case["layout"].get("cp", 1) > 1 else 1e-5
     wrong = []
-    if sorted(result["logprobs"]) != sorted(expected["logprobs"]):
-        return [f"{case['name']}: log-probs of {sorted(result['logprobs'])}, expected {sorted(expected['logprobs'])}"]
-    gaps = [
-        np.abs(np.subtract(result["logprobs"][member], logprobs)).max() for member, logprobs in expected["logprobs"].items()
-    ]
+    for what, tolerance in {"logprobs": 2e-5, "values": 1e-5}.items():
+        mine, theirs = result[what], expected[what]
+        if sorted(mine) != sorted(theirs):
+            return [f"{case['name']}: {what} of {sorted(mine)}, expected {sorted(theirs)}"]
+        gap = max(np.abs(np.subtract(mine[member], scores)).max() for member, scores in theirs.items())
+        if gap > tolerance:
+            wrong.append(f"{case['name']}: {what} differ by up to {gap:.2e}")
     if case.get("replay") and (result["own_choice"]["replayed"] != 0 or result["own_choice"]["forced"] < 1e-3):
         wrong.append(f"{case['name']}: log-probs with own and other experts differ by {result['own_choice']}")
-    if max(gaps) > 2e-5:
-        wrong.append(f"{case['name']}: log-probs differ by up to {max(gaps):.2e}")
-    tolerances = {"loss/total": 1e-5, "loss/entropy": 1e-5, "grad_norm": gradient_tolerance}
+    tolerances = {
+        "loss/total": 1e-5,
+        "loss/entropy": 1e-5,
+        "grad_norm": gradient_tolerance,
+        "loss/value": 1e-5,
+        "loss/value_clip_fraction": 1e-5,
+        "loss/explained_variance": 1e-5,
+        "critic/grad_norm": gradient_tolerance,
+    }
     for name, steps in result["steps"].items():
         for number, (mine, theirs) in enumerate(zip(steps, expected["steps"][name], strict=True)):
             for metric, tolerance in tolerances.items():
+                if metric not in theirs:  # GSPO has no critic
+                    continue
                 if mine[metric] != pytest.approx(theirs[metric], rel=tolerance, abs=tolerance * 0.1):
                     wrong.append(f"{case['name']}, {name}, step {number}: {metric} {mine[metric]}, expected {theirs[metric]}")
     for name, (loss, grad_norm) in result.get("objectives", {}).items():

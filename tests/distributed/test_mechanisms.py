@@ -1,4 +1,4 @@
-"""Auxiliary loss, expert bias, bf16 with fp32 masters, empty shares, and what stops a run."""
+"""Auxiliary loss, expert bias, bf16 with fp32 masters, a critic, empty shares, and what stops a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from launch import run_distributed
 
 
 @pytest.fixture(scope="module")
-def shown() -> dict[str, Any]:
-    return dict(run_distributed(show_mechanisms, 1, timeout_s=300)[0])
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("mechanisms"))
+    return dict(run_distributed(show_mechanisms, 1, timeout_s=600, folder=folder)[0])
 
 
 def test_the_auxiliary_loss_changes_the_gradient_and_not_the_reported_loss(shown: dict[str, Any]) -> None:
@@ -49,6 +50,43 @@ def test_a_gradient_that_is_not_finite_stops_the_run(shown: dict[str, Any]) -> N
 
 def test_a_weight_of_the_wrong_shape_is_named(shown: dict[str, Any]) -> None:
     assert "decoder.final_layernorm.weight: expected shape (48,), got (7,)" in shown["wrong_shape"]
+
+
+def test_a_critic_begins_as_the_policy_with_a_head_of_zeros(shown: dict[str, Any]) -> None:
+    start = shown["worker"]["start"]
+    assert start["gap"] == 0 and start["head"] == 0
+    assert not start["only_policy"] and start["only_critic"] == ["value_head.weight"]
+
+
+def test_a_critic_begins_as_the_reward_model_of_a_folder(shown: dict[str, Any]) -> None:
+    start = shown["worker"]["from_folder"]
+    assert start["gap"] == 0 and start["head"] > 0.1
+    assert "/none: not found; expected a Hugging Face model folder" in shown["worker"]["no_folder"]
+
+
+def test_value_pretraining_raises_the_explained_variance_and_leaves_the_policy_alone(shown: dict[str, Any]) -> None:
+    worker = shown["worker"]
+    explained = [step["loss/explained_variance"] for step in worker["pretraining"]]
+    assert explained[0] == 0  # values of 0 explain nothing
+    assert np.mean(explained[-3:]) > 0.5
+    assert worker["pretrained"]["policy_sum"] == worker["start"]["policy_sum"]
+    assert worker["pretrained"]["gap"] > 0
+
+
+def test_a_step_with_a_critic_trains_both_and_reports_both(shown: dict[str, Any]) -> None:
+    step = shown["worker"]["step"]
+    assert shown["worker"]["stepped"]["policy_sum"] != shown["worker"]["pretrained"]["policy_sum"]
+    assert step["loss/explained_variance"] > 0.4
+    assert {"loss/value", "loss/value_clip_fraction", "critic/grad_norm", "critic/learning_rate", "grad_norm"} <= step.keys()
+    assert step["loss/kl_to_ref"] >= 0 and step["learning_rate"] == step["critic/learning_rate"] == 2e-3
+
+
+def test_a_critic_on_ranks_of_its_own_gives_the_same_step(shown: dict[str, Any]) -> None:
+    together, apart = shown["worker"]["together"], shown["worker"]["apart"]
+    assert apart == pytest.approx(together, rel=1e-6)
+    assert together["loss/value"] > 0 and together["loss/explained_variance"] != 0
+    assert shown["worker"]["num_values"] == [24, 11]
+    assert shown["worker"]["untrained_values"] == 0  # a policy's folder has no head
 
 
 def test_a_rank_without_samples_takes_part() -> None:

@@ -1,4 +1,4 @@
-"""What each process does in the layout tests: for every layout, build the policy anew, score the batch and train on it.
+"""What each process does in the layout tests: for every layout, build policy and critic anew, score the batch and train.
 
 All processes see the same global batch of sequences of unequal lengths and the same weights, drawn by tensor name.
 """
@@ -20,18 +20,22 @@ from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, CovarianceSection, KlSection
 from megatron_rl.config.sections import MegatronSection, OptimizerSection, TrainerSection
-from megatron_rl.controller.loss_check_rank import measure_objective
+from megatron_rl.controller.loss_check_rank import measure_objective, score_batch
 from megatron_rl.layout.coords import coords_of
-from megatron_rl.model_families.declaration import ModelDims
+from megatron_rl.model_families.declaration import ModelDims, ModelFamily
 from megatron_rl.model_families.registry import get_family
+from megatron_rl.model_families.value_model import value_model_of
 from megatron_rl.platforms.platform import Platform, select_platform
+from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.parallel import (
     destroy_distributed,
     destroy_model_parallel,
     init_distributed,
     init_model_parallel,
 )
-from megatron_rl.trainer.policy import PolicyTrainer, empty_microbatch
+from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.trainer.role import MegatronRole, empty_microbatch
+from megatron_rl.trainer.token_advantages import add_token_advantages
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Denominators, Microbatch
 
@@ -40,8 +44,18 @@ GROUPS = {0: "a", 1: "a", 3: "a", 7: "a", 2: "b", 5: "b", 6: "b"}  # sequence 4 
 PROMPT_LENGTHS = {"a": 4, "b": 6}
 WEIGHT_SEED, DATA_SEED = 3, 11
 ALGORITHMS = {
-    "ppo": AlgorithmSection(
-        name="grpo", loss="ppo", clip_low=0.2, clip_high=0.28, aggregation="token-mean", entropy_coefficient=0.05
+    "vapo": AlgorithmSection(
+        name="vapo",
+        advantage="gae",
+        gamma=0.98,
+        lambda_critic=0.95,
+        lambda_alpha=0.4,
+        loss="ppo",
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation="token-mean",
+        entropy_coefficient=0.05,
+        positive_nll_coefficient=0.1,
     ),
     "gspo": AlgorithmSection(name="gspo", loss="gspo", clip_low=0.9, clip_high=9.0, aggregation="seq-mean-token-mean"),
 }
@@ -53,7 +67,6 @@ OBJECTIVES = {
     "grpo": AlgorithmSection(name="grpo", loss="ppo", **WIDE, kl=KlSection(0.04)),
     "dapo": AlgorithmSection(name="dapo", loss="ppo", **WIDE, aggregation="token-mean", masked_sequences="count"),
     "dr_grpo": AlgorithmSection(name="dr_grpo", advantage="dr_grpo", loss="ppo", **WIDE, **CONSTANT),
-    "gspo": AlgorithmSection(),
     "gspo_token": AlgorithmSection(loss="gspo_token", **WIDE, aggregation="token-mean"),
     "vapo": AlgorithmSection(
         name="vapo", advantage="gae", lambda_alpha=0.4, loss="ppo", **WIDE, aggregation="token-mean",
@@ -64,16 +77,13 @@ OBJECTIVES = {
     "reinforce_pp": AlgorithmSection(advantage="reinforce_pp", loss="ppo", **WIDE, kl=KlSection(0.1, "k1", "reward")),
     "sapo": AlgorithmSection(loss="sapo", tau_negative=1.3),
     "gmpo": AlgorithmSection(loss="gmpo", clip_low=0.4, clip_high=0.4),
-    "vespo": AlgorithmSection(loss="vespo"),
-    "dppo_tv": AlgorithmSection(loss="dppo_tv", clip_low=0.01, clip_high=0.01, aggregation="token-mean"),
-    "aipo": AlgorithmSection(loss="aipo", clip_high=0.4, aggregation="token-mean"),
     "clip_cov": AlgorithmSection(loss="clip_cov", **WIDE, covariance=CovarianceSection(0.2, 0.01, 50.0)),
     "distillation": AlgorithmSection(loss="none", kl=KlSection(1.0, "unbiased"), aggregation="token-mean"),
     "corrected": AlgorithmSection(
         loss="ppo", **WIDE, correction=CorrectionSection("geometric_mask", 0.8, 1.2, max_version_age=1)
     ),
 }  # fmt: skip
-"""Every kind of loss and aggregation, and a correction over whole rows, on `controller.synthetic_batch`."""
+"""The named algorithms, every aggregation, and a correction over whole rows, on `controller.synthetic_batch`."""
 
 
 class SpreadSource(RandomSource):
@@ -90,7 +100,7 @@ class SpreadSource(RandomSource):
         return tensor
 
 
-def sequences(vocab_size: int) -> list[dict[str, np.ndarray]]:
+def sequences(vocab_size: int) -> list[dict[str, Any]]:
     """The global batch: per sequence its tokens, mask and the arrays that a loss reads."""
     rng = np.random.default_rng(DATA_SEED)
     prompts = {group: rng.integers(0, vocab_size, length) for group, length in PROMPT_LENGTHS.items()}
@@ -107,6 +117,8 @@ def sequences(vocab_size: int) -> list[dict[str, np.ndarray]]:
                 "rollout_logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
                 "advantages": np.full(length, rng.normal(), dtype=np.float32),
                 "experts": experts_of(member, length),
+                "reward": rng.normal(),
+                "is_correct": rng.random() < 0.5,
             }
         )
     return batch
@@ -123,7 +135,7 @@ def experts_of(member: int, length: int) -> np.ndarray:
     return experts
 
 
-def pack(batch: list[dict[str, np.ndarray]], members: list[int], *, share: bool = False, replay: bool = False) -> Microbatch:
+def pack(batch: list[dict[str, Any]], members: list[int], *, share: bool = False, replay: bool = False) -> Microbatch:
     """One microbatch of the given members of the batch.
 
     With `share`, neighbours of one group share their prompt; with `replay` the microbatch brings experts.
@@ -143,8 +155,8 @@ def pack(batch: list[dict[str, np.ndarray]], members: list[int], *, share: bool 
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
         loss_mask_T=mask,
         versions_T=np.zeros(len(mask), dtype=np.int32),
-        rewards_S=np.zeros(len(chosen), dtype=np.float32),
-        is_correct_S=np.zeros(len(chosen), dtype=bool),
+        rewards_S=np.array([item["reward"] for item in chosen], dtype=np.float32),
+        is_correct_S=np.array([item["is_correct"] for item in chosen]),
         sample_index_S=np.asarray(members, dtype=np.int32),
         token_arrays={
             name: np.where(mask, np.concatenate([item[name] for item in chosen]), 0).astype(np.float32)
@@ -155,11 +167,11 @@ def pack(batch: list[dict[str, np.ndarray]], members: list[int], *, share: bool 
     )
 
 
-def count(batch: list[dict[str, np.ndarray]]) -> Denominators:
+def count(batch: list[dict[str, Any]]) -> Denominators:
     return Denominators(
         num_tokens=int(sum(item["mask"].sum() for item in batch)),
         num_sequences=sum(bool(item["mask"].any()) for item in batch),
-        num_positive_tokens=0,
+        num_positive_tokens=int(sum(item["mask"].sum() for item in batch if item["is_correct"])),
     )
 
 
@@ -186,6 +198,33 @@ def joined(me: Rank) -> Iterator[Platform]:
         destroy_distributed()
 
 
+def trainer_section(distributed_optimizer: bool = True, **section: Any) -> TrainerSection:
+    optimizer = OptimizerSection(learning_rate=1e-3, clip_grad=0.5, distributed=distributed_optimizer)
+    return TrainerSection(optimizer=optimizer, logprob_chunk_tokens=13, **section)
+
+
+def critic_beside(trainer: PolicyTrainer, me: Rank, family: str) -> CriticTrainer:
+    """A critic with the policy's layout and the test's weights, head included."""
+    optimizer = dataclasses.replace(trainer.trainer.optimizer, learning_rate=1e-4)
+    section = dataclasses.replace(trainer.trainer, optimizer=optimizer)
+    critic = CriticTrainer(trainer.dims, "fp32", section, trainer.layout, trainer.platform, seed=1)
+    critic.load_parameters(weights_of(value_model_of(get_family(family)), critic, me.rank))
+    return critic
+
+
+def weights_of(family: ModelFamily, role: MegatronRole, rank: int) -> list[dict[str, torch.Tensor]]:
+    return import_params(
+        SpreadSource(role.dims.num_layers),
+        family,
+        role.dims,
+        role.layout,
+        rank,
+        spec="local",
+        vocab_multiple=1,
+        dtype=role.config.params_dtype,
+    )
+
+
 @contextmanager
 def policy(
     me: Rank,
@@ -205,28 +244,14 @@ def policy(
     trainer = PolicyTrainer(
         dims,
         dtype,
-        TrainerSection(
-            optimizer=OptimizerSection(learning_rate=1e-3, clip_grad=0.5, distributed=distributed_optimizer),
-            logprob_chunk_tokens=13,
-            **section,
-        ),
+        trainer_section(distributed_optimizer, **section),
         layout,
         platform,
         seed=1,
         temperature=0.8,
         replays_routing=replays_routing,
     )
-    weights = import_params(
-        SpreadSource(dims.num_layers),
-        get_family(family),
-        dims,
-        layout,
-        me.rank,
-        spec="local",
-        vocab_multiple=1,
-        dtype=trainer.config.params_dtype,
-    )
-    trainer.load_parameters(weights)
+    trainer.load_parameters(weights_of(get_family(family), trainer, me.rank))
     try:
         yield trainer
     finally:
@@ -234,7 +259,7 @@ def policy(
 
 
 def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per case: log-probs by sequence, and metrics of three optimizer steps per algorithm.
+    """Per case: log-probs and values by sequence, and metrics of three optimizer steps per algorithm.
 
     A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`, `share` (compute
     common prompts once), `replay` (visit the batch's experts) and `algorithms` (names; default: all).
@@ -258,7 +283,8 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
                     replays_routing=case.get("replay", False),
                     **section,
                 ) as trainer:
-                    result |= run_case(me, trainer, layout, build_algorithm(algorithm), case, result["steps"], name)
+                    critic = critic_beside(trainer, me, family) if algorithm.advantage == "gae" else None
+                    result |= run_case(me, trainer, critic, build_algorithm(algorithm), case, result["steps"], name)
             if family == "qwen3_moe" and case.get("objectives"):
                 with policy(me, platform, family, layout) as trainer:
                     result["objectives"] = measure_all(trainer, me.rank, case)
@@ -269,37 +295,57 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
 def measure_all(trainer: PolicyTrainer, rank: int, case: dict[str, Any]) -> dict[str, list[float]]:
     """Loss and gradient norm of every objective on one policy, whose weights a learning rate of 0 leaves alone."""
     trainer.begin_phase(OptimizerSection(learning_rate=0.0, clip_grad=0.0), len(OBJECTIVES))
-    options = {"num_microbatches": case.get("num_microbatches", 2), "is_reversed": "order" in case}
-    return {name: list(measure_objective(trainer, section, rank, **options)) for name, section in OBJECTIVES.items()}
+    options: dict[str, Any] = {"num_microbatches": case.get("num_microbatches", 2), "is_reversed": "order" in case}
+    scored = score_batch(trainer, rank, **options)
+    return {
+        name: list(measure_objective(trainer, section, rank, scored=scored, **options))
+        for name, section in OBJECTIVES.items()
+    }
 
 
 def run_case(
     me: Rank,
     trainer: PolicyTrainer,
-    layout: ParallelLayout,
+    critic: CriticTrainer | None,
     algorithm: Algorithm,
     case: dict[str, Any],
     steps: dict[str, list[dict[str, float]]],
     name: str,
 ) -> dict[str, Any]:
-    batch = sequences(trainer.dims.vocab_size)
+    batch, dp = sequences(trainer.dims.vocab_size), trainer.layout.dp
     members = case.get("order", list(range(len(batch))))
-    mine = members[coords_of(layout, me.rank).dp :: layout.dp]
+    mine = members[coords_of(trainer.layout, me.rank).dp :: dp]
     parts = split(mine, case.get("num_microbatches", 2))
     share = case.get("share", False)
     if share:
         parts = [sorted(part, key=lambda member: GROUPS.get(member, "")) for part in parts]
     replay = case.get("replay", False)
     microbatches = [pack(batch, part, share=share, replay=replay) for part in parts]
-    logprobs = trainer.compute_logprobs(microbatches, score_all=True)
+    scores: dict[str, Any] = {
+        "logprobs": by_sequence(parts, microbatches, trainer.compute_logprobs(microbatches, score_all=True))
+    }
+    if replay:
+        scores["own_choice"] = own_choice_gap(trainer, microbatches)
     annotated = trainer.annotate(microbatches, algorithm.needs)
-    steps[name] = [trainer.train_minibatch(annotated, count(batch), algorithm) for _ in range(3)]
-    by_sequence: dict[str, list[float]] = {}
-    for part, microbatch, logprobs_T in zip(parts, microbatches, logprobs, strict=True):
+    steps[name] = [{} for _ in range(3)]
+    if critic is not None:
+        scores["values"] = by_sequence(parts, microbatches, critic.compute_scores(microbatches, score_all=True))
+        annotated = critic.annotate(annotated)
+        (annotated,), metrics = add_token_advantages([annotated], algorithm.section, trainer.sum_over_data_parallel)
+        for step in steps[name]:
+            step |= metrics | critic.train_minibatch(annotated, count(batch), algorithm.section, value_clip=0.05)
+    for step in steps[name]:
+        step |= trainer.train_minibatch(annotated, count(batch), algorithm)
+    return scores
+
+
+def by_sequence(parts: list[list[int]], microbatches: list[Microbatch], scores: list[np.ndarray]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for part, microbatch, scores_T in zip(parts, microbatches, scores, strict=True):
         for position, member in enumerate(part):
             rows = slice(*microbatch.cu_seqlens[position : position + 2].tolist())
-            by_sequence[str(member)] = logprobs_T[rows].tolist()
-    return {"logprobs": by_sequence} | ({"own_choice": own_choice_gap(trainer, microbatches)} if replay else {})
+            found[str(member)] = scores_T[rows].tolist()
+    return found
 
 
 def own_choice_gap(trainer: PolicyTrainer, microbatches: list[Microbatch]) -> dict[str, float]:

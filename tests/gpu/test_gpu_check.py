@@ -71,7 +71,7 @@ def test_training_falls_and_weights_arrive(line):
     losses = line["training"]["losses"]
     assert losses == sorted(losses, reverse=True)
     sync = line["weight_sync"]
-    assert sync["transport"] == "tcp" and not sync["wrong_params"]
+    assert sync["transport"] == "shared_memory" and not sync["wrong_params"]
     assert sync["changed_params"] > 20 and sync["bytes"] > 2 * 190_000
 
 

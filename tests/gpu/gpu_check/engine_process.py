@@ -18,13 +18,15 @@ import torch
 from gpu_check.models import DTYPES
 from gpu_check.sizes import sizes_for
 from megatron_rl.platforms.platform import CpuPlatform, select_platform
-from megatron_rl.resharding.receiver import Receiver, box_bytes
+from megatron_rl.resharding.boxes import bytes_of
+from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 
 
 def hash_params(params: dict[str, torch.Tensor]) -> dict[str, str]:
     """Name -> BLAKE2b of a parameter's bytes."""
-    return {name: hashlib.blake2b(box_bytes(param), digest_size=16).hexdigest() for name, param in params.items()}
+    held = {name: bytes_of(param.cpu().contiguous()) for name, param in params.items()}
+    return {name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in held.items()}
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+
 from gpu_check.engine_process import hash_params
 from gpu_check.models import (
     DTYPES,
@@ -31,11 +33,13 @@ from megatron_rl.config.sections import SyncSection
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.platforms.platform import Platform
-from megatron_rl.resharding.execute import Address, execute_send
+from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
+from megatron_rl.resharding.transports.table import TransportChoice
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.types.layout import EngineLayout
-from megatron_rl.types.resharding import ShardDigest
+from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import PolicyVersion
 
 ENGINE_TP = 2
@@ -102,23 +106,17 @@ async def engine_process(setup: Mapping[str, Any]) -> AsyncIterator[EngineProces
 class OneRankSender:
     """`WeightSenders` of a world of one rank."""
 
-    def __init__(self, plan: ReshardPlan, trainer: PolicyTrainer, key: bytes, transport: str) -> None:
-        self._plan, self._trainer, self._key, self._transport = plan, trainer, key, transport
+    def __init__(
+        self, plan: ReshardPlan, trainer: PolicyTrainer, addresses: Sequence[Address], key: bytes, transport: TransportChoice
+    ) -> None:
+        options = SendOptions(bucket_bytes=8 * 1024 * 1024, timeout_s=CALL_TIMEOUT_S, transport=transport)
+        self._trainer, self._sender = trainer, WeightSender(plan, 0, addresses, key, options)
 
-    async def send_weights(self, addresses: Sequence[Address], dtype: str, version: int) -> list[ShardDigest]:
-        return await asyncio.to_thread(
-            execute_send,
-            self._plan,
-            0,
-            self._trainer.chunk_parameters(),
-            addresses,
-            key=self._key,
-            version=version,
-            dtype=DTYPES[{"float32": "fp32", "bfloat16": "bf16"}[dtype]],
-            bucket_bytes=8 * 1024 * 1024,
-            timeout_s=CALL_TIMEOUT_S,
-            transport=self._transport,
-        )
+    async def send_weights(self, order: SyncOrder) -> list[ShardDigest]:
+        return await asyncio.to_thread(self._sender.send, self._trainer.chunk_parameters(), order)
+
+    async def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        raise NotImplementedError("this check compares bytes; no probe is asked for")
 
 
 def check_weight_sync(platform: Platform, sizes: Sizes) -> dict[str, Any]:
@@ -131,7 +129,7 @@ def check_weight_sync(platform: Platform, sizes: Sizes) -> dict[str, Any]:
 
 async def _check(platform: Platform, sizes: Sizes) -> dict[str, Any]:
     family, dims = get_family("qwen3_moe"), sizes.models["qwen3_moe"]
-    transport = "cuda_ipc" if platform.device.type == "cuda" else "tcp"
+    transport: TransportChoice = "ipc"
     key = secrets.token_bytes(32)
     setup = {"family": family.name, "device": platform.device.type, "tp": ENGINE_TP, "dtype": DTYPE}
     minibatch = build_train_batch(
@@ -140,7 +138,7 @@ async def _check(platform: Platform, sizes: Sizes) -> dict[str, Any]:
     plan = build_reshard_plan(family.name, dims, ONE_RANK, EngineLayout(ENGINE_TP, 1, VOCAB_MULTIPLE))
     with one_rank_policy(platform, family, dims, DTYPE, section()) as trainer:
         async with engine_process({**setup, "key": base64.b64encode(key).decode()}) as engine:
-            sender = OneRankSender(plan, trainer, key, transport)
+            sender = OneRankSender(plan, trainer, engine.addresses, key, transport)
             sync = WeightSync(plan, sender, [engine], engine.addresses, key, SyncSection(timeout_s=CALL_TIMEOUT_S))
             seconds, wrong, seen = [], [], []
             for _ in range(2):
@@ -157,7 +155,7 @@ async def _check(platform: Platform, sizes: Sizes) -> dict[str, Any]:
     num_bytes = int(plan.num_elements_between().sum()) * DTYPES[DTYPE].itemsize
     num_changed = sum(seen[0][0][name] != digest for name, digest in seen[1][0].items())
     return {
-        "transport": transport,
+        "transport": "cuda_ipc" if platform.device.type == "cuda" else "shared_memory",
         "bytes": num_bytes,
         "first_s": seconds[0],
         "second_s": seconds[1],

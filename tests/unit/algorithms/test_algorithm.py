@@ -216,6 +216,9 @@ def test_needs_follow_from_the_section() -> None:
     assert needs["grpo"] == {"old_logprobs", "ref_logprobs"}
     assert needs["rloo"] == {"old_logprobs", "ref_logprobs"}  # the unbiased KL reads the ratio
     assert needs["vapo"] == {"old_logprobs", "values"}
+    kl = KlSection(0.1, "k1", "reward")
+    in_reward = build_algorithm(AlgorithmSection(advantage="reinforce_pp", loss="reinforce", aggregation="token-mean", kl=kl))
+    assert in_reward.needs == {"old_logprobs", "ref_logprobs"} and in_reward.has_token_advantages
     assert needs["clip_cov"] == {"old_logprobs", "chosen"}
     assert needs["distillation"] == {"old_logprobs", "ref_logprobs"}
 

@@ -26,7 +26,7 @@ def test_a_command_has_its_file_and_shows_an_example(name: str) -> None:
     assert f"example:\\n  megatron-rl {name}" in ast.unparse(functions["add_parser"])
 
 
-@pytest.mark.parametrize("name", ["config", "doctor"])
+@pytest.mark.parametrize("name", ["config", "doctor", "reshard-plan"])
 def test_help_of_one_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([name, "--help"])

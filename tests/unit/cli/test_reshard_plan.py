@@ -47,7 +47,7 @@ def test_json_has_every_rank_and_follows_the_network(capsys: pytest.CaptureFixtu
 
 
 def test_more_engines_than_trainers_ask_for_a_relay(capsys: pytest.CaptureFixture[str]) -> None:
-    many = [QWEN, *SMALL, "rollout.num_engines=8"]
+    many = [QWEN, *SMALL, "rollout.num_engines=8", "sync.bucket_bytes=4194304"]
     assert "sending decides" in run(capsys, *many)[1]
     direct = json.loads(run(capsys, *many, "--json")[1])
     relayed = json.loads(run(capsys, *many, "--json", "--relay")[1])

@@ -34,6 +34,11 @@ def test_the_example_is_sound(path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key_path", "reason"),
     [
+        ("sync.transport=disk", "sync.directory", "needs a folder"),
+        ("sync.directory=x", "sync.directory", "transport auto writes no files"),
+        ("sync={transport: ipc, full_sync_interval: 8}", "sync.full_sync_interval", "transport is ipc; expected 1, got 8"),
+        ("sync.full_sync_interval=0", "sync.full_sync_interval", "at least 1, got 0"),
+        ("sync.probe_tolerance=0", "sync.probe_tolerance", "above 0, got 0"),
         ("model.path=null", "model", "set model.path"),
         ("model.dims.hidden_size=3", "model.dims", "keep one"),
         ("model={path: null, family: null, dims: {a: 1}}", "model.family", "random start needs the family"),
@@ -85,6 +90,22 @@ def test_the_example_is_sound(path: Path) -> None:
         ("algorithm.correction.high=2", "algorithm.correction.kind", "none takes no bounds"),
         ("algorithm.correction={kind: icepop, low: 5, high: 0.5}", "algorithm.correction.low", "below high 0.5, got 5"),
         ("algorithm={loss: aipo, correction: {kind: tis}}", "algorithm.correction.kind", "expected none, got tis"),
+        ("critic.optimizer.learning_rate=-1", "critic.optimizer.learning_rate", "at least 0, got -1"),
+        ("critic.value_clip=0", "critic.value_clip", "above 0, got 0"),
+        ("critic.inner_epochs=0", "critic.inner_epochs", "at least 1, got 0"),
+        ("critic.pretraining.explained_variance=1", "critic.pretraining.explained_variance", "below 1, got 1"),
+        ("critic.pretraining.optimizer.beta1=1", "critic.pretraining.optimizer.beta1", "below 1, got 1"),
+        ("critic.layout={tp: 2, num_ranks: 3}", "critic.layout.num_ranks", "a multiple of tp 2 x cp 1 x pp 1 = 2, got 3"),
+        ("critic.layout={num_ranks: 2, dp: 1}", "critic.layout.dp", "= 2, got 1"),
+        ("trainer.layout.ep=0", "trainer.layout.ep", "at least 1, got 0"),
+        ("critic.layout.tp=0", "critic.layout.tp", "at least 1, got 0"),
+        ("algorithm.whiten_advantages=false", "algorithm.whiten_advantages", "advantage grpo is not whitened"),
+        ("critic.path=reward/model", "critic.path", "advantage grpo has no critic"),
+        (
+            "critic.optimizer={schedule: linear, learning_rate: 1e-6, min_learning_rate: 1e-5}",
+            "critic.optimizer.min_learning_rate",
+            "at most learning_rate 1e-06",
+        ),
         ("algorithm.tau_positive=2", "algorithm.tau_positive", "only loss sapo reads it, not gspo"),
         ("algorithm.max_ratio=5", "algorithm.max_ratio", "only loss dppo_tv and dppo_kl"),
         ("algorithm.covariance.fraction=0.1", "algorithm.covariance", "only loss clip_cov and kl_cov"),
@@ -127,6 +148,7 @@ def test_the_example_is_sound(path: Path) -> None:
             "algorithm.replay.num_groups",
             "expected 0",
         ),
+        ("algorithm={advantage: gae, loss: clip_cov}", "algorithm.advantage", "before advantages per token are made"),
         ("algorithm.replay.beta=1.5", "algorithm.replay.beta", "at most 1, got 1.5"),
         ("trainer.optimizer.beta2=1", "trainer.optimizer.beta2", "below 1, got 1"),
         (
@@ -154,12 +176,23 @@ def test_refused(path: Path, overrides: str, key_path: str, reason: str) -> None
         "algorithm.overlong_punishment.buffer_tokens=512",
         "algorithm={replay: {num_groups: 2}, correction: {kind: tis}}",
         "rollout.eval_sampling={top_p: 0.7, temperature: 0}",
+        "sync={transport: disk, directory: shared/weights, staging: host}",
+        "sync={full_sync_interval: 20, probe_interval: 0}",
         "trainer.optimizer.learning_rate=0",
         "trainer.layout={tp: 2, cp: 3, pp: 2, ep: 4, num_ranks: 24, virtual_pp: 2}",
     ],
 )
 def test_accepted(path: Path, overrides: str) -> None:
     assert not list(check_experiment(load_experiment(path, [overrides]).config))
+
+
+def test_a_critic_on_ranks_of_its_own_takes_no_kl_in_the_reward(path: Path) -> None:
+    own_ranks = "algorithm={name: ppo, advantage: gae, loss: ppo, aggregation: token-mean, kl: {coefficient: 0.1, %s}}"
+    critic = "critic.layout={num_ranks: 2}"
+    assert not check_experiment(load_experiment(path, [own_ranks % "placement: loss", critic]).config)
+    with pytest.raises(ConfigError, match="does not see the policy's KL in the reward") as caught:
+        load_experiment(path, [own_ranks % "estimator: k1, placement: reward", critic])
+    assert caught.value.key_path == "critic.layout"
 
 
 def test_every_range_names_a_number_that_exists() -> None:
@@ -174,9 +207,7 @@ def test_layout_sizes_agree_with_counting() -> None:
         layout = LayoutSection(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, num_ranks=num_ranks)
         fits = any(tp * cp * pp * dp == num_ranks for dp in range(1, 8))
         experts_fit = any(etp * ep * pp * dp == num_ranks for dp in range(1, 8))
-        assert (list(check_layout_sizes(layout)) == []) == (fits and experts_fit), layout
-
-
+        assert (list(check_layout_sizes(layout, "trainer.layout")) == []) == (fits and experts_fit), layout
 def test_a_group_of_one_is_allowed_where_its_reward_counts(path: Path) -> None:
     overrides = ["run.samples_per_prompt=1", "algorithm.advantage_of_one=reward"]
     assert not check_experiment(load_experiment(path, overrides).config)

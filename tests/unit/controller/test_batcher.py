@@ -1,4 +1,4 @@
-"""Scores -> batch: shaping, filter, masks and replay, in that order."""
+"""Scores -> batch: shaping, filter, masks and replay, in that order; and one step cut for two layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.types.rollout import (
     TrajectoryGroup,
     TrajectoryState,
 )
-from megatron_rl.types.training import TrainBatch
+from megatron_rl.types.training import Minibatch, TrainBatch
 
 
 def group_of(name: str, *answers: tuple[int, float], finish: FinishReason = FinishReason.STOP) -> TrajectoryGroup:
@@ -43,7 +43,8 @@ def group_of(name: str, *answers: tuple[int, float], finish: FinishReason = Fini
 
 
 def build(groups: list[TrajectoryGroup], step: int = 1, batcher: Batcher | None = None, **changes: Any) -> TrainBatch | None:
-    return (batcher or make_batcher(**changes)).build(groups, step)
+    batch = (batcher or make_batcher(**changes)).build(groups, step)
+    return None if batch is None else batch.policy
 
 
 def make_batcher(**changes: Any) -> Batcher:
@@ -102,3 +103,28 @@ def test_old_groups_come_back_with_their_own_versions() -> None:
     assert second is not None and second.num_samples == 4
     assert set(advantages_of(second)) == {(6, 0.0), (7, 1.0), (10, 0.0), (11, 1.0)}
     np.testing.assert_allclose(sorted(advantages_of(second).values()), [-0.5, -0.5, 0.5, 0.5])
+
+
+VAPO = AlgorithmSection(name="vapo", advantage="gae", loss="ppo", clip_low=0.2, aggregation="token-mean")
+GROUPS = [group_of(name, *((2 * number + i + 1, float(i % 2)) for i in range(4))) for number, name in enumerate("abc")]
+
+
+def members(minibatch: Minibatch) -> list[int]:
+    return sorted(int(i) for rank in minibatch.microbatches for m in rank for i in m.sample_index_S)
+
+
+def test_policy_and_critic_get_the_same_minibatches() -> None:
+    trainer = TrainerSection(minibatches_per_step=3, inner_epochs=2, max_tokens_per_microbatch=32)
+    own = Batcher(build_algorithm(VAPO), trainer, ParallelLayout(dp=2), RunSection(), ParallelLayout(cp=2, pp=2, virtual_pp=2))
+    batch = own.build(GROUPS, step=5)
+    assert batch is not None and batch.critic is not None
+    assert [len(m.microbatches) for m in (*batch.policy.minibatches, *batch.critic.minibatches)] == [2] * 6 + [1] * 6
+    for mine, theirs in zip(batch.policy.minibatches, batch.critic.minibatches, strict=True):
+        assert members(mine) == members(theirs) and mine.denominators == theirs.denominators
+        assert len(theirs.microbatches[0]) % 2 == 0
+    assert sorted(np.concatenate([members(m) for m in batch.critic.minibatches[:3]]).tolist()) == list(range(12))
+
+
+def test_a_critic_beside_the_policy_gets_its_batch() -> None:
+    batch = Batcher(build_algorithm(VAPO), TrainerSection(), ParallelLayout(), RunSection()).build(GROUPS, step=1)
+    assert batch is not None and batch.critic is None

@@ -10,7 +10,15 @@ import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.config.algorithm_sections import AlgorithmSection
-from megatron_rl.config.sections import RunSection, TelemetrySection, TrainerSection, WarmStartSection
+from megatron_rl.config.sections import (
+    CriticSection,
+    OptimizerSection,
+    RunSection,
+    TelemetrySection,
+    TrainerSection,
+    ValuePretrainingSection,
+    WarmStartSection,
+)
 from megatron_rl.controller.batcher import Batcher, share_of
 from megatron_rl.controller.loop import PhaseTimeoutError, TrainingLoop
 from megatron_rl.controller.run_directory import RunDirectory, RunDirectoryError
@@ -36,13 +44,14 @@ class Recorder:
         self.calls: list[str] = []
         self.version = -1
         self.batches = []
+        self.num_value_steps = 0
 
     async def begin_phase(self, section, num_optimizer_steps):
         self.calls.append(f"begin_phase lr={section.learning_rate:g} steps={num_optimizer_steps}")
 
     async def train_step(self, batch, version):
-        self.calls.append(f"train v{version} {len(batch.minibatches)} minibatches")
-        self.batches.append(batch)
+        self.calls.append(f"train v{version} {len(batch.policy.minibatches)} minibatches")
+        self.batches.append(batch.policy)
         return dict.fromkeys(
             ["loss/policy", "loss/clip_fraction", "loss/entropy", "loss/kl_to_rollout", "rollout/logprob_gap", "grad_norm"],
             0.25,
@@ -51,6 +60,14 @@ class Recorder:
     async def sft_step(self, batch):
         self.calls.append(f"sft {batch.num_samples}")
         return {"loss/supervised": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3}
+
+    async def begin_critic_phase(self, section, num_optimizer_steps):
+        self.calls.append(f"begin_critic_phase lr={section.learning_rate:g} {section.schedule} steps={num_optimizer_steps}")
+
+    async def value_step(self, batch):
+        self.calls.append(f"values {batch.policy.num_samples}")
+        self.num_value_steps += 1
+        return {"loss/value": 1.0, "loss/explained_variance": 0.2 * self.num_value_steps}
 
     async def publish(self):
         self.version += 1
@@ -63,7 +80,7 @@ class Recorder:
         return (RolloutSegment((7,) * length, (-1.0,) * length, PolicyVersion(self.version), FinishReason.STOP),)
 
 
-def build_loop(tmp_path, recorder, *, skip=False, score=None, **run_options):
+def build_loop(tmp_path, recorder, *, skip=False, score=None, critic=None, **run_options):
     run = RunSection(
         num_steps=3, prompts_per_step=4, samples_per_prompt=2, eval_interval=2, num_eval_prompts=3, **run_options
     )
@@ -82,7 +99,7 @@ def build_loop(tmp_path, recorder, *, skip=False, score=None, **run_options):
     algorithm = build_algorithm(AlgorithmSection(skip_zero_variance_groups=skip))
     telemetry = build_telemetry(TelemetrySection(progress="off"), directory.path, run.num_steps, None)
     return TrainingLoop(
-        run, trainer, SamplingParams(8), SamplingParams(8), data=data,
+        run, trainer, critic, SamplingParams(8), SamplingParams(8), data=data,
         pairs_of=lambda ps: [SftPair(p.token_ids, (4, 5)) for p in ps], decode=lambda ids: "x" * len(ids),
         collector=Collector([recorder], [4], score, seed=1),
         batcher=Batcher(algorithm, trainer, ParallelLayout(dp=2), run),
@@ -107,6 +124,27 @@ def test_the_order_of_a_run(tmp_path):
     assert [("eval/accuracy" in row) for row in rows] == [True, False, True, True]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all(row["time/step_s"] >= row["time/generate_s"] for row in rows[1:])
+
+
+@pytest.mark.parametrize(("threshold", "num_expected"), [(None, 5), (0.55, 3)])
+def test_value_pretraining_runs_before_rl_until_it_is_good_enough(tmp_path, caplog, threshold, num_expected):
+    recorder = Recorder()
+    critic = CriticSection(
+        optimizer=OptimizerSection(learning_rate=3e-4, schedule="linear"),
+        inner_epochs=3,
+        pretraining=ValuePretrainingSection(num_steps=5, explained_variance=threshold),
+    )
+    with caplog.at_level("INFO"):
+        asyncio.run(build_loop(tmp_path, recorder, critic=critic).execute())
+    first = recorder.calls.index("publish v0") + 1
+    assert recorder.calls[first : first + num_expected + 3] == [
+        "begin_critic_phase lr=0.0003 constant steps=30", *["values 8"] * num_expected,
+        "begin_critic_phase lr=0.0003 linear steps=18", "train v0 2 minibatches",
+    ]  # fmt: skip
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["value_pretraining/num_steps"] == num_expected
+    assert row["value_pretraining/explained_variance"] == pytest.approx(0.2 * num_expected)
+    assert "value pretraining 3/5: value loss 1.0000, explained variance 0.600" in caplog.text
 
 
 def test_samples_carry_the_version_that_sampled_them(tmp_path):

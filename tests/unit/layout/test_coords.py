@@ -6,8 +6,16 @@ import random
 
 import pytest
 
-from megatron_rl.layout.coords import coords_of, dense_replicas, expert_rank_of, expert_replicas, rank_of
-from megatron_rl.types.layout import ParallelLayout
+from megatron_rl.layout.coords import (
+    coords_of,
+    dense_replicas,
+    engine_attention_rank,
+    engine_expert_coords,
+    expert_rank_of,
+    expert_replicas,
+    rank_of,
+)
+from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
 
 def random_layout(rng: random.Random) -> ParallelLayout:
@@ -50,3 +58,10 @@ def test_tp_is_fastest_and_pp_slowest():
     assert [coords_of(layout, rank).tp for rank in range(4)] == [0, 1, 0, 1]
     assert [coords_of(layout, rank).ep for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert coords_of(layout, 13).pp == 1
+
+
+def test_ranks_inside_an_engine():
+    """Eight ranks: experts over four groups of two; attention twice, each over four."""
+    layout = EngineLayout(tp=8, ep=4, attention_dp=2)
+    assert [engine_expert_coords(layout, rank) for rank in (0, 1, 2, 7)] == [(0, 0), (0, 1), (1, 0), (3, 1)]
+    assert [engine_attention_rank(layout, rank) for rank in (0, 3, 4, 7)] == [0, 3, 0, 3]

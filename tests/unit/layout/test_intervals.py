@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_rl.layout.intervals import intersect, matrix_shape, round_up, shard_range
+from megatron_rl.layout.intervals import intersect, matrix_shape, padded_engine_vocab, round_up, shard_range
 from megatron_rl.types.layout import ShardInterval
 
 
@@ -39,3 +39,11 @@ def test_small_arithmetic():
         shard_range(10, 3, 0)
     assert [round_up(n, 4) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]
     assert [matrix_shape(s) for s in ((7,), (3, 5), (2, 3, 5))] == [(7, 1), (3, 5), (6, 5)]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "multiple", "padded"), [(101, 1, 64, 128), (101, 4, 64, 128), (101, 3, 64, 192), (151936, 6, 64, 152064)]
+)
+def test_engine_vocabularies_are_padded_as_sglang_does(vocab, tp, multiple, padded):
+    """Where the padded size does not divide by TP, SGLang pads to a multiple of both."""
+    assert padded_engine_vocab(vocab, tp, multiple) == padded

@@ -18,3 +18,21 @@ def test_layers_have_one_place_each(pp, virtual_pp, layers):
     assert sorted(every) == list(range(layers))
     with pytest.raises(ValueError, match="do not divide"):
         place_of_layer(ParallelLayout(pp=2), 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual_pp", "split"), [(2, 1, (3, 1)), (2, 2, (1, 2, 0, 1)), (3, 2, (0, 1, 1, 2, 0, 3)), (4, 1, (4, 4, 4, 1))]
+)
+def test_uneven_splits_are_counted_off_in_pipeline_order(pp, virtual_pp, split):
+    layout = ParallelLayout(pp=pp, virtual_pp=virtual_pp, layers_per_chunk=split)
+    layer = 0
+    for chunk in range(virtual_pp):
+        for stage in range(pp):
+            held = layers_of_chunk(layout, sum(split), stage, chunk)
+            assert held == range(layer, layer + split[chunk * pp + stage])
+            for local, number in enumerate(held):
+                assert place_of_layer(layout, sum(split), number) == (stage, chunk, local)
+            layer = held.stop
+    for wrong in (sum(split) + 1, sum(split) - 1):
+        with pytest.raises(ValueError, match=r"layers_per_chunk \[.*\] is not a split"):
+            place_of_layer(layout, wrong, 0)

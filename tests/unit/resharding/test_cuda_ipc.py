@@ -13,19 +13,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megatron_rl.checkpoint.hf_folder import RandomSource
-from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.model_families.registry import FAMILIES
-from megatron_rl.resharding import cuda_ipc
+from megatron_rl.resharding import cuda_ipc, execute
 from megatron_rl.resharding.channel import ChannelError
-from megatron_rl.resharding.execute import begin_receive, execute_send, finish_receive
-from megatron_rl.resharding.plan import build_reshard_plan
-from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.verify import check_digests, sources_of
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
-
-KEY = b"k" * 32
-TIMEOUT_S = 20.0
+from tests.unit.resharding.rig import world
 
 
 class HostMemory:
@@ -71,60 +62,29 @@ def host_memory(monkeypatch):
     return HostMemory(monkeypatch)
 
 
-def sync(plan, layout, source, family, receivers, transport, version, bucket_bytes=3000):
-    dims = family.debug_dims
-    addresses = [receiver.address for receiver in receivers]
-    for rank, address in enumerate(addresses):
-        begin_receive(address, KEY, TIMEOUT_S, version=version, sources=sources_of(plan, rank))
-    sent = []
-    for rank in range(layout.world_size):
-        chunks = import_params(source, family, dims, layout, rank, spec="local", vocab_multiple=1, dtype=torch.float32)
-        sent += execute_send(
-            plan, rank, chunks, addresses, key=KEY, version=version, dtype=torch.bfloat16,
-            bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S, transport=transport,
-        )  # fmt: skip
-    received = [
-        finish_receive(address, KEY, TIMEOUT_S, version=version, target_rank=rank)
-        for rank, address in enumerate(addresses)
-    ]
-    check_digests(plan, sent, received)
-    return received
+@pytest.fixture
+def by_cuda_ipc(monkeypatch):
+    """Every pair takes the transport that it would take on a shared GPU."""
+    monkeypatch.setattr(execute, "choose_transport", lambda *_: "cuda_ipc")
 
 
 @pytest.mark.parametrize("bucket_bytes", [3000, 10**9])
-def test_staged_slices_equal_those_over_tcp(host_memory, bucket_bytes):
-    family, layout, engine = FAMILIES["qwen3_moe"], ParallelLayout(tp=2, ep=2, dp=2), EngineLayout(2, 1)
-    plan = build_reshard_plan("qwen3_moe", family.debug_dims, layout, engine)
-    source = RandomSource(5, family.debug_dims.num_layers)
-    shards = [{n: torch.full(s, 7.0, dtype=torch.bfloat16) for n, s in plan.target_shapes.items()} for _ in range(4)]
-    receivers = [Receiver(shard, KEY) for shard in shards]
-    try:
-        for receiver in receivers:
-            receiver.start()
-        by_tcp = sync(plan, layout, source, family, receivers[:2], "tcp", 1, bucket_bytes)
-        staged = sync(plan, layout, source, family, receivers[2:], "cuda_ipc", 1, bucket_bytes)
-    finally:
-        for receiver in receivers:
-            receiver.close()
-    assert [digest.num_elements for digest in staged] == [digest.num_elements for digest in by_tcp]
-    for rank in range(2):
-        for name, value in shards[rank].items():
-            assert torch.equal(shards[2 + rank][name], value), name
+def test_staged_slices_are_the_slices(host_memory, by_cuda_ipc, bucket_bytes):
+    layout, options = ParallelLayout(tp=2, ep=2, dp=2), {"bucket_bytes": bucket_bytes}
+    with world("qwen3_moe", layout, EngineLayout(2, 1), torch.bfloat16, options=options) as one:
+        for seed in (1, 2):
+            one.load(seed)
+            one.sync()
+            one.assert_whole()
     assert host_memory.opened == set(host_memory.shared)
     assert host_memory.num_synchronised >= 2 * len(host_memory.shared) / cuda_ipc.NUM_BUFFERS
 
 
-def test_the_receiver_unmaps_before_the_sender_frees(host_memory, monkeypatch):
+def test_the_receiver_unmaps_before_the_sender_frees(host_memory, by_cuda_ipc, monkeypatch):
     closed = []
     monkeypatch.setattr(cuda_ipc.MappedBuffers, "close", lambda buffers: closed.append(buffers))
-    family, layout = FAMILIES["llama"], ParallelLayout()
-    plan = build_reshard_plan("llama", family.debug_dims, layout, EngineLayout(1, 1))
-    receiver = Receiver({n: torch.zeros(s, dtype=torch.bfloat16) for n, s in plan.target_shapes.items()}, KEY)
-    receiver.start()
-    try:
-        sync(plan, layout, RandomSource(5, 4), family, [receiver], "cuda_ipc", 1)
-    finally:
-        receiver.close()
+    with world("llama", ParallelLayout(), EngineLayout(1, 1), torch.bfloat16) as one:
+        one.sync()
     assert len(closed) == 1
 
 
@@ -160,15 +120,8 @@ def test_torch_still_shares_storages_in_these_fields():
 
 
 def test_weights_on_the_host_are_refused_in_one_line():
-    family = FAMILIES["llama"]
-    plan = build_reshard_plan("llama", family.debug_dims, ParallelLayout(), EngineLayout(1, 1))
-    receiver = Receiver({name: torch.zeros(shape) for name, shape in plan.target_shapes.items()}, KEY)
-    receiver.start()
-    try:
-        with pytest.raises(ValueError, match=r"sync\.transport=cuda_ipc.*use tcp"):
-            sync(plan, ParallelLayout(), RandomSource(5, 4), family, [receiver], "cuda_ipc", 1)
-    finally:
-        receiver.close()
+    with pytest.raises(ValueError, match="weights are on cpu, not on a GPU"):
+        cuda_ipc.StagingBuffers(torch.device("cpu"), 64)
 
 
 def test_a_gpu_that_the_engine_does_not_see_is_refused():
@@ -176,19 +129,15 @@ def test_a_gpu_that_the_engine_does_not_see_is_refused():
         cuda_ipc.local_device("GPU-7")
 
 
-def test_a_sync_to_an_engine_elsewhere_fails_and_stays_incomplete(host_memory, monkeypatch):
+def test_a_sync_to_an_engine_elsewhere_fails_and_stays_incomplete(host_memory, by_cuda_ipc, monkeypatch):
     def blind(uuid):
         raise ValueError(f"GPU {uuid} of the trainer is not visible to the engine")
 
     monkeypatch.setattr(cuda_ipc, "local_device", blind)
-    family = FAMILIES["llama"]
-    plan = build_reshard_plan("llama", family.debug_dims, ParallelLayout(), EngineLayout(1, 1))
-    receiver = Receiver({name: torch.zeros(shape) for name, shape in plan.target_shapes.items()}, KEY)
-    receiver.start()
-    try:
+    with world("llama", ParallelLayout(), EngineLayout(1, 1), torch.bfloat16) as one:
+        order = one.begin()
         with pytest.raises(ChannelError, match="not visible"):
-            sync(plan, ParallelLayout(), RandomSource(5, 4), family, [receiver], "cuda_ipc", 1)
+            one.senders[0].send(one.chunks[0], order)
         with pytest.raises(ChannelError, match="incomplete"):
-            finish_receive(receiver.address, KEY, TIMEOUT_S, version=1, target_rank=0)
-    finally:
-        receiver.close()
+            one.controls[0].finish(order.sync)
+        one.assert_untouched()

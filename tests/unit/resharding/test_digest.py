@@ -10,9 +10,6 @@ from importlib.machinery import PathFinder
 import pytest
 
 from megatron_rl.resharding import digest
-from megatron_rl.resharding.channel import ChannelError, connect
-from megatron_rl.resharding.execute import begin_receive
-from tests.unit.resharding.test_execute import KEY, TIMEOUT_S, make_receiver
 
 
 @pytest.fixture
@@ -44,17 +41,3 @@ def test_the_senders_fastest_digest_is_taken():
     assert digest.DIGEST_NAMES[0] == "xxh3_128"
     assert digest.choose_digest(digest.DIGEST_NAMES) == "xxh3_128"
     assert digest.choose_digest(["blake2b", "xxh3_128"]) == "blake2b"
-
-
-def test_the_receiver_says_which_digest_it_took_and_refuses_unknown_ones():
-    receiver = make_receiver()
-    try:
-        begin_receive(receiver.address, KEY, TIMEOUT_S, version=1, sources=[0, 1])
-        channel = connect(*receiver.address, KEY, TIMEOUT_S)
-        opening = {"kind": "open", "version": 1}
-        assert channel.ask({**opening, "source": 0, "digests": ["sum", "blake2b"]}) == {"digest": "blake2b"}
-        with pytest.raises(ChannelError, match="the sender offers sum"):
-            channel.ask({**opening, "source": 1, "digests": ["sum"]})
-        channel.close()
-    finally:
-        receiver.close()

@@ -2,88 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
-from megatron_rl.checkpoint.hf_folder import RandomSource
-from megatron_rl.checkpoint.hf_shards import import_params
-from megatron_rl.layout.intervals import matrix_shape
 from megatron_rl.model_families.registry import FAMILIES
-from megatron_rl.model_families.shards import engine_boxes, engine_shapes
-from megatron_rl.resharding.channel import ChannelError, connect
-from megatron_rl.resharding.execute import begin_receive, bucketed, describe_receiver, execute_send, finish_receive
+from megatron_rl.resharding import channel
+from megatron_rl.resharding.boxes import as_matrix
+from megatron_rl.resharding.channel import ChannelError
 from megatron_rl.resharding.plan import build_reshard_plan
-from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.verify import SyncError, check_digests, check_receiver, sources_of
+from megatron_rl.resharding.verify import SyncError, check_receiver
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
-
-KEY = b"k" * 32
-TIMEOUT_S = 20.0
-
-
-def expected_shards(family, dims, engine: EngineLayout, source: RandomSource, dtype) -> list[dict[str, torch.Tensor]]:
-    """Engine parameters sliced directly from the Hugging Face tensors, without the plan."""
-    shards = []
-    for rank in range(engine.tp):
-        shapes = engine_shapes(family, dims, engine.tp, engine.vocab_multiple)
-        params = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-        for rule in family.rules_for(dims):
-            if rule.engine_name is None:
-                continue
-            for layer in range(dims.num_layers if rule.is_layered else 1):
-                matrix = params[rule.engine_name.format(layer=layer)]
-                matrix = matrix.view(-1, 1) if matrix.ndim == 1 else matrix.view(-1, matrix.shape[-1])
-                for expert in range(dims.num_experts if rule.is_expert else 1):
-                    offset = expert * (matrix.shape[0] // dims.num_experts) if rule.is_expert else 0
-                    for component, template in enumerate(rule.hf_names):
-                        shape = family.shape_of(template, dims)
-                        whole = source.whole(template.format(layer=layer, expert=expert), shape)
-                        whole = whole.reshape(matrix_shape(shape))
-                        for box in engine_boxes(family, rule, component, dims, engine.tp, rank, engine.vocab_multiple):
-                            rows = slice(offset + box.local_row, offset + box.local_row + box.num_rows)
-                            cols = slice(box.local_col, box.local_col + box.num_cols)
-                            matrix[rows, cols] = whole[
-                                box.global_row : box.global_row + box.num_rows,
-                                box.global_col : box.global_col + box.num_cols,
-                            ].to(dtype)
-        shards.append(params)
-    return shards
-
-
-def run_sync(plan, family, dims, layout, engine, source, dtype, *, version=1, bucket_bytes=4096):
-    receivers = [
-        Receiver({n: torch.full(s, 7.0, dtype=dtype) for n, s in plan.target_shapes.items()}, KEY)
-        for _ in range(engine.num_ranks)
-    ]
-    try:
-        for receiver in receivers:
-            receiver.start()
-        addresses = [receiver.address for receiver in receivers]
-        for rank, address in enumerate(addresses):
-            assert check_receiver(plan, rank, describe_receiver(address, KEY, TIMEOUT_S)) == str(dtype)[6:]
-            begin_receive(address, KEY, TIMEOUT_S, version=version, sources=sources_of(plan, rank))
-        sent = []
-        for rank in range(layout.world_size):
-            chunks = import_params(
-                source, family, dims, layout, rank, spec="local", vocab_multiple=1, dtype=torch.float32
-            )
-            sent += execute_send(
-                plan, rank, chunks, addresses, key=KEY, version=version, dtype=dtype,
-                bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S,
-            )  # fmt: skip
-        received = [
-            finish_receive(address, KEY, TIMEOUT_S, version=version, target_rank=rank)
-            for rank, address in enumerate(addresses)
-        ]
-        check_digests(plan, sent, received)
-        return [receiver._params for receiver in receivers]
-    finally:
-        for receiver in receivers:
-            receiver.close()
-
+from tests.unit.resharding.rig import world
 
 LAYOUTS = [
     ParallelLayout(),
@@ -99,27 +29,97 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("engine", [EngineLayout(1, 1), EngineLayout(2, 2), EngineLayout(4, 1, 16)], ids=str)
 def test_synced_shards_equal_direct_slices(family_name, layout, engine):
-    family = FAMILIES[family_name]
-    dims = family.debug_dims
-    if not dims.num_experts:
+    if not FAMILIES[family_name].debug_dims.num_experts:
         layout = ParallelLayout(tp=layout.tp, pp=layout.pp, virtual_pp=layout.virtual_pp, dp=layout.dp)
-    source = RandomSource(11, dims.num_layers)
-    plan = build_reshard_plan(family_name, dims, layout, engine)
     dtype = torch.bfloat16 if engine.num_engines == 2 else torch.float32
-    got = run_sync(plan, family, dims, layout, engine, source, dtype)
-    want = expected_shards(family, dims, engine, source, dtype)
-    per_rank = engine_padding_rows(dims, engine)
-    for rank, params in enumerate(got):
-        for name, value in want[rank % engine.tp].items():
-            live = per_rank[rank % engine.tp] if name in ("model.embed_tokens.weight", "lm_head.weight") else None
-            assert torch.equal(params[name][:live], value[:live]), f"engine rank {rank}: {name}"
+    with world(family_name, layout, engine, dtype) as one:
+        one.sync()
+        one.assert_whole()
 
 
-def engine_padding_rows(dims, engine) -> list[int]:
-    padded = -(-dims.vocab_size // engine.vocab_multiple) * engine.vocab_multiple
-    padded = -(-padded // engine.tp) * engine.tp
-    part = padded // engine.tp
-    return [int(np.clip(dims.vocab_size - rank * part, 0, part)) for rank in range(engine.tp)]
+def test_connections_are_kept_and_follow_new_weights():
+    with world("qwen3_moe", ParallelLayout(tp=2, pp=2), EngineLayout(2, 1), torch.float32) as one:
+        one.sync()
+        channels = [pair._channel for sender in one.senders for pair in sender._pairs]
+        for seed in (12, 13):
+            one.load(seed)
+            one.sync()
+            one.assert_whole()
+        assert [pair._channel for sender in one.senders for pair in sender._pairs] == channels
+        for chunk in (chunk for chunks in one.chunks for chunk in chunks):  # parameters that moved are found again
+            for name in chunk:
+                chunk[name] = chunk[name].clone()
+        one.load(14)
+        one.sync()
+        one.assert_whole()
+
+
+def test_a_connection_that_went_idle_too_long_is_opened_anew():
+    with world("llama", ParallelLayout(), EngineLayout(2, 1), torch.float32) as one:
+        one.sync()
+        for receiver in one.receivers:
+            for connection in list(receiver._connections):
+                connection.shutdown(2)
+        one.load(3)
+        one.sync()
+        one.assert_whole()
+
+
+def nudge(one, fraction: float) -> None:
+    """Change some weights of the whole model, so that replicas stay equal."""
+    for chunks in one.chunks:
+        for chunk in chunks:
+            for tensor in chunk.values():
+                bits = tensor.view(-1).view(torch.int16)
+                bits[:: max(int(1 / fraction), 1)] ^= 3
+
+
+def test_deltas_between_whole_syncs(monkeypatch):
+    sent: list[tuple[str, int]] = []
+    send = channel.Channel.send_header
+    monkeypatch.setattr(
+        channel.Channel, "send_header", lambda c, header, size: (sent.append((header.get("kind"), size)), send(c, header, size))
+    )
+    options = {"full_interval": 4}
+    with world("qwen3_moe", ParallelLayout(tp=2), EngineLayout(2, 1), torch.bfloat16, torch.bfloat16, options) as one:
+        kinds = []
+        for _ in range(6):
+            sent.clear()
+            one.sync()
+            kinds.append({kind for kind, size in sent if kind in ("stream", "delta")})
+            whole = int(one.plan.num_elements_between().sum()) * 2
+            moved = sum(size for kind, size in sent if kind in ("stream", "delta"))
+            assert moved == whole if kinds[-1] == {"stream"} else moved < whole // 4, (kinds, moved, whole)
+            for chunks, rank in zip(one.chunks, range(2), strict=True):
+                assert_equal_source(one, chunks, rank)
+            nudge(one, 0.01)
+        assert kinds == [{"stream"}, {"delta"}, {"delta"}, {"stream"}, {"delta"}, {"delta"}]  # versions 1 to 6
+
+
+def test_an_engine_rank_that_holds_something_else_gets_everything():
+    options = {"full_interval": 100}
+    with world("llama", ParallelLayout(), EngineLayout(2, 1), torch.bfloat16, torch.bfloat16, options) as one:
+        one.sync()
+        nudge(one, 0.01)
+        one.receivers[1]._held[0] = (False, "another digest")
+        one.params(1)["model.norm.weight"].fill_(5.0)
+        one.sync()  # rank 0 gets a delta, rank 1 everything
+        assert_equal_source(one, one.chunks[0], 0)
+        nudge(one, 0.01)
+        one.params(0)["model.norm.weight"].fill_(5.0)
+        with pytest.raises(ChannelError, match="arrived wrong"):
+            one.sync()  # the digest of the whole shard tells that the base had been changed
+        one.sync()
+        assert_equal_source(one, one.chunks[0], 0)
+
+
+def assert_equal_source(one, chunks, rank: int) -> None:
+    """Every box of a trainer rank stands in the engine's parameters."""
+    for op in (op for target in range(one.engine.num_ranks) for op in one.plan.ops_between(rank, target)):
+        source, target = as_matrix(chunks[op.source.chunk][op.source.name]), as_matrix(one.params(op.target_rank)[op.target])
+        theirs = target[op.target_row : op.target_row + op.num_rows, op.target_col : op.target_col + op.num_cols]
+        ours = source[op.source_row : op.source_row + op.num_rows, op.source_col : op.source_col + op.num_cols]
+        assert torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16)), op
 
 
 def test_received_elements_are_the_shard_and_no_more():
@@ -133,88 +133,10 @@ def test_received_elements_are_the_shard_and_no_more():
         assert per_rank[rank] == shard - padding[rank]
 
 
-def test_buckets_keep_order_and_split_large_boxes():
-    plan = build_reshard_plan("llama", FAMILIES["llama"].debug_dims, ParallelLayout(tp=2), EngineLayout(1, 1))
-    whole = list(plan.ops_between(0, 0))
-    buckets = list(bucketed(iter(whole), 1000))
-    assert all(sum(op.num_rows * op.num_cols for op in bucket) <= 1000 for bucket in buckets)
-    assert sum(op.num_rows * op.num_cols for b in buckets for op in b) == sum(o.num_rows * o.num_cols for o in whole)
-    names = [op.target for bucket in buckets for op in bucket]
-    assert list(dict.fromkeys(names)) == list(dict.fromkeys(op.target for op in whole))
-
-
-def make_receiver() -> Receiver:
-    receiver = Receiver({"a.weight": torch.zeros(5, 3)}, KEY)
-    receiver.start()
-    return receiver
-
-
-def test_wrong_key_is_refused_and_nothing_is_written():
-    receiver = make_receiver()
-    try:
-        with pytest.raises(ChannelError, match="another key"):
-            connect(*receiver.address, b"x" * 32, TIMEOUT_S)
-        assert describe_receiver(receiver.address, KEY, TIMEOUT_S) == {"a.weight": ((5, 3), "float32")}
-    finally:
-        receiver.close()
-
-
-def test_absent_receiver_is_one_clear_line():
-    receiver = make_receiver()
-    address = receiver.address
-    receiver.close()
-    with pytest.raises(ChannelError, match="cannot connect"):
-        connect(*address, KEY, TIMEOUT_S)
-
-
-@pytest.mark.parametrize(
-    ("header", "payload", "message"),
-    [
-        ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["b.weight", 0, 0, 1, 3]]}, 12, "b.weight"),
-        ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["a.weight", 4, 0, 2, 3]]}, 24, "outside"),
-        ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["a.weight", 0, 0, 1, 3]]}, 24, "24 bytes"),
-        ({"kind": "bucket", "version": 3, "source": 0, "boxes": [["a.weight", 0, 0, 2, 3]]}, 8, "8 bytes"),
-        ({"kind": "open", "version": 3, "source": 0, "digests": ["blake2b"]}, 0, "once each"),
-        ({"kind": "bucket", "version": 2, "source": 0, "boxes": []}, 0, "version 2"),
-        ({"kind": "bucket", "version": 3, "source": 5, "boxes": []}, 0, "5"),
-        ({"kind": "dance", "version": 3}, 0, "dance"),
-    ],
-)
-def test_a_message_that_does_not_fit_fails_the_update(header, payload, message):
-    receiver = make_receiver()
-    try:
-        begin_receive(receiver.address, KEY, TIMEOUT_S, version=3, sources=[0])
-        channel = connect(*receiver.address, KEY, TIMEOUT_S)
-        channel.ask({"kind": "open", "version": 3, "source": 0, "digests": ["blake2b"]})
-        channel.send(header, bytes(payload))
-        answer, _ = channel.receive()
-        assert message in answer["error"]
-        channel.close()
-        with pytest.raises(ChannelError, match="incomplete"):
-            finish_receive(receiver.address, KEY, TIMEOUT_S, version=3, target_rank=0)
-    finally:
-        receiver.close()
-
-
-def test_a_sender_that_goes_away_leaves_the_update_incomplete():
-    receiver = make_receiver()
-    try:
-        begin_receive(receiver.address, KEY, TIMEOUT_S, version=1, sources=[0, 1])
-        channel = connect(*receiver.address, KEY, TIMEOUT_S)
-        channel.ask({"kind": "open", "version": 1, "source": 0, "digests": ["blake2b"]})
-        channel.send({"kind": "bucket", "version": 1, "source": 0, "boxes": [["a.weight", 0, 0, 1, 3]]}, bytes(12))
-        channel.ask({"kind": "end", "version": 1, "source": 0})
-        channel.close()
-        with pytest.raises(ChannelError, match=r"trainer ranks \[1\]"):
-            finish_receive(receiver.address, KEY, TIMEOUT_S, version=1, target_rank=0)
-    finally:
-        receiver.close()
-
-
 def test_models_that_differ_are_named():
     plan = build_reshard_plan("llama", FAMILIES["llama"].debug_dims, ParallelLayout(), EngineLayout(1, 1))
     described = {name: (shape, "float32") for name, shape in plan.target_shapes.items()}
-    assert check_receiver(plan, 0, described) == "float32"
+    assert check_receiver(plan, 0, described) == dict.fromkeys(plan.target_shapes, "float32")
     missing = dict(list(described.items())[1:])
     with pytest.raises(SyncError, match=r"embed_tokens"):
         check_receiver(plan, 0, missing)
@@ -222,13 +144,3 @@ def test_models_that_differ_are_named():
         check_receiver(plan, 0, described | {"lm_head.weight": ((128, 48), "float32")})
     with pytest.raises(SyncError, match=r"shape \(48, 9\)"):
         check_receiver(plan, 0, described | {"model.norm.weight": ((48, 9), "float32")})
-
-
-def test_receiver_closes_its_threads():
-    before = threading.active_count()
-    receiver = make_receiver()
-    channel = connect(*receiver.address, KEY, TIMEOUT_S)
-    receiver.close()
-    with pytest.raises(ChannelError):
-        channel.ask({"kind": "describe"})
-    assert threading.active_count() <= before + 1  # the connection's own thread may still be unwinding

@@ -50,6 +50,13 @@ def test_interleaved_stages_do_not_batch_their_sends() -> None:
     assert kwargs["virtual_pipeline_model_parallel_size"] == 2
 
 
+def test_an_uneven_pipeline_is_spelled_out() -> None:
+    kwargs = plan(layout=ParallelLayout(pp=2, virtual_pp=2, layers_per_chunk=(2, 1, 0, 1)))
+    chunks = [["embedding", "decoder", "decoder"], ["decoder"], [], ["decoder", "loss"]]
+    assert kwargs["pipeline_model_parallel_layout"] == chunks
+    assert "pipeline_model_parallel_layout" not in plan(layout=ParallelLayout(pp=2))
+
+
 def test_overrides_come_last() -> None:
     section = TrainerSection(
         moe_aux_loss_coefficient=0.01,

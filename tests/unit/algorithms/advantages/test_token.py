@@ -5,8 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.algorithms.advantages.token import count_per_sequence, token_advantages, token_rewards
+from megatron_rl.algorithms.advantages.whitening import identity
 from megatron_rl.config.algorithm_sections import AlgorithmSection, KlSection
 
 MASK_T = np.array([False, True, True, False, False, False, True, False, True])
@@ -61,6 +64,51 @@ def test_whitening_runs_over_ranks_and_an_empty_rank_takes_part(on_ranks: Any) -
         )[0]  # fmt: skip
 
     np.testing.assert_allclose(np.concatenate(on_ranks(3, work)), whole_T, rtol=1e-12)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    num_ranks=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+    with_kl=st.booleans(),
+)
+def test_packing_and_ranks_change_nothing(
+    lengths: list[int], num_ranks: int, seed: int, with_kl: bool, on_ranks: Any
+) -> None:
+    """GAE and whitening in fp64, for any order of the sequences and any spread over ranks: some empty, some sequences fully
+    masked, some of one token."""
+    rng = np.random.default_rng(seed)
+    section = replace(VAPO, gamma=0.97, lambda_critic=0.9, kl=KlSection(0.1 * with_kl, "k1", "reward"))
+    rows = [
+        {
+            "mask_T": (rng.random(n) < 0.8) & (rng.random() < 0.8),
+            "values_T": 50 + rng.normal(size=n),
+            "kl_T": rng.normal(size=n),
+            "reward": rng.normal(),
+        }
+        for n in lengths
+    ]
+
+    def compute(members: list[int], reduce_sum: Any = identity) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        cu_seqlens = np.cumsum([0, *(lengths[i] for i in members)])
+        packed = {
+            name: np.concatenate([rows[i][name] for i in members] or [np.zeros(0)])
+            for name in ("mask_T", "values_T", "kl_T")
+        }
+        rewards_S = np.array([rows[i]["reward"] for i in members])
+        pair = token_advantages(section, rewards_S=rewards_S, cu_seqlens=cu_seqlens, reduce_sum=reduce_sum, **packed)
+        parts = [np.split(array_T, cu_seqlens[1:-1]) for array_T in pair]
+        return {i: (parts[0][k], parts[1][k]) for k, i in enumerate(members)}
+
+    whole = compute(list(range(len(lengths))))
+    shares = np.array_split(rng.permutation(len(lengths)), num_ranks)
+    shares = [list(share) for share in shares]
+    rng.shuffle(shares)
+    for part in on_ranks(num_ranks, lambda rank, add_up: compute(shares[rank], add_up)):
+        for i, pair in part.items():
+            for mine_T, theirs_T in zip(pair, whole[i], strict=True):
+                np.testing.assert_allclose(mine_T, theirs_T, rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_missing_is_named() -> None:

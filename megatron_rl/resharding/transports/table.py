@@ -1,0 +1,74 @@
+"""Which transport serves a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_rl.resharding.channel import Channel
+from megatron_rl.resharding.cuda_ipc import gpu_uuid
+from megatron_rl.resharding.transports.disk import DiskTransport
+from megatron_rl.resharding.transports.ipc import CudaIpcTransport, SharedMemoryTransport
+from megatron_rl.resharding.transports.p2p import P2pTransport
+from megatron_rl.resharding.transports.protocol import Transport
+
+TransportChoice = Literal["auto", "p2p", "ipc", "disk"]
+
+TRANSPORTS: Mapping[str, type] = {
+    "p2p": P2pTransport,
+    "shared_memory": SharedMemoryTransport,
+    "cuda_ipc": CudaIpcTransport,
+    "disk": DiskTransport,
+}
+"""By the name that the sender says when it opens."""
+
+
+def build_transport(name: str, channel: Channel, bucket_bytes: int, folder: Path | None = None) -> Transport:
+    """Raises ValueError for an unknown name."""
+    if name not in TRANSPORTS:
+        raise ValueError(f"unknown transport {name!r}; expected one of {', '.join(TRANSPORTS)}")
+    transport: Transport
+    if name == "disk":
+        transport = DiskTransport(channel, bucket_bytes, folder)
+    else:
+        transport = TRANSPORTS[name](channel, bucket_bytes)
+    return transport
+
+
+def choose_transport(choice: TransportChoice, here: Mapping[str, Any], there: Mapping[str, Any], device: torch.device) -> str:
+    """The transport of a pair, from what both hosts say (`describe_host`) and where the trainer's weights are.
+
+    `auto` hands memory over where both can reach it and sends otherwise. Raises ValueError when `ipc` is asked for and
+    cannot be: the line says what is in the way.
+    """
+    if choice in ("p2p", "disk"):
+        return choice
+    name, obstacle = _shared_memory(here, there) if device.type == "cpu" else _cuda_ipc(here, there, device)
+    if obstacle is None:
+        return name
+    if choice == "auto":
+        return "p2p"
+    raise ValueError(f"sync.transport=ipc: {obstacle}; use auto or p2p")
+
+
+def _shared_memory(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, str | None]:
+    reasons = {
+        "boot": "they run on different machines",
+        "pid_namespace": "they run in different containers (process-id namespaces)",
+        "user": "they run as different users",
+        "device": "the engine's weights are not in host memory",
+    }
+    differing = [reason for key, reason in reasons.items() if here[key] != there[key]]
+    return "shared_memory", differing[0] if differing else None
+
+
+def _cuda_ipc(here: Mapping[str, Any], there: Mapping[str, Any], device: torch.device) -> tuple[str, str | None]:
+    gpu = gpu_uuid(device)
+    if here["boot"] != there["boot"]:
+        return "cuda_ipc", "they run on different machines"
+    if there["device"] != "cuda" or gpu not in there["gpus"]:
+        return "cuda_ipc", f"the engine rank does not see the trainer's GPU {gpu}"
+    return "cuda_ipc", None

@@ -1,0 +1,49 @@
+"""Which transport a pair gets, and why not another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.resharding.host import describe_host
+from megatron_rl.resharding.transports import table
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def here():
+    return describe_host(CPU)
+
+
+def test_ranks_of_one_machine_hand_memory_over(here):
+    assert table.choose_transport("auto", here, dict(here), CPU) == "shared_memory"
+    assert table.choose_transport("ipc", here, dict(here), CPU) == "shared_memory"
+    assert table.choose_transport("p2p", here, dict(here), CPU) == "p2p"
+    assert table.choose_transport("disk", here, dict(here), CPU) == "disk"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"boot": "another"}, "different machines"),
+        ({"pid_namespace": "pid:[1]"}, "different containers"),
+        ({"user": 4242}, "different users"),
+        ({"device": "cuda"}, "not in host memory"),
+    ],
+)
+def test_what_is_in_the_way_is_said(here, change, reason):
+    there = here | change
+    assert table.choose_transport("auto", here, there, CPU) == "p2p"
+    with pytest.raises(ValueError, match=rf"sync\.transport=ipc: .*{reason}.*; use auto or p2p"):
+        table.choose_transport("ipc", here, there, CPU)
+
+
+def test_gpus_are_told_by_their_names(here, monkeypatch):
+    monkeypatch.setattr(table, "gpu_uuid", lambda device: "GPU-a")
+    ours = here | {"device": "cuda", "gpus": ["GPU-a"]}
+    assert table.choose_transport("auto", ours, ours | {"gpus": ["GPU-b", "GPU-a"]}, GPU) == "cuda_ipc"
+    assert table.choose_transport("auto", ours, ours | {"gpus": ["GPU-b"]}, GPU) == "p2p"
+    assert table.choose_transport("auto", ours, ours | {"boot": "another"}, GPU) == "p2p"
+    with pytest.raises(ValueError, match="does not see the trainer's GPU GPU-a"):
+        table.choose_transport("ipc", ours, here, GPU)
