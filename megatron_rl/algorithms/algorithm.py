@@ -26,7 +26,8 @@ from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSe
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`needs` names what the trainer annotates before the first optimizer step: old_logprobs, ref_logprobs, values, chosen."""
+    """`needs` names what the trainer annotates before the first optimizer step: old_logprobs, ref_logprobs, values, chosen,
+    routing (the experts that the old pass chose)."""
 
     section: AlgorithmSection
     name: str
@@ -124,6 +125,8 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         needs.add("values")
     if section.loss in COVARIANCE_LOSSES:
         needs.add("chosen")
+    if section.router_replay == "r2":
+        needs |= {"old_logprobs", "routing"}
     return Algorithm(section=section, name=section.name, needs=frozenset(needs))
 
 

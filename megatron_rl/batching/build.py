@@ -12,6 +12,7 @@ import numpy as np
 from megatron_rl.batching.balance import balance_equal_counts, compute_costs
 from megatron_rl.batching.packing import pack_first_fit_decreasing, pack_into, round_up
 from megatron_rl.batching.shared_prompts import Units, order_by_group, share_units, shared_lengths
+from megatron_rl.types.routing import unknown_expert
 from megatron_rl.types.training import Denominators, Microbatch, Minibatch, TrainBatch, TrainSample
 
 
@@ -109,7 +110,19 @@ def build_microbatch(
             "advantages": np.repeat(np.array([s.advantage for s in chosen], dtype=np.float32), lengths),
         },
         shared_prefix_S=np.where(np.array(follows_S, dtype=bool), shared_S, 0).astype(np.int32),
+        experts_TYK=_pack_experts([s.experts_LYK for s in chosen], lengths),
     )
+
+
+def _pack_experts(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
+    """One after another, unknown for a sample that has none; None when no sample has any."""
+    first = next((part for part in parts if part is not None), None)
+    if first is None:
+        return None
+    return np.concatenate([
+        np.full((length, *first.shape[1:]), unknown_expert(first.dtype), dtype=first.dtype) if part is None else part
+        for part, length in zip(parts, lengths, strict=True)
+    ])  # fmt: skip
 
 
 def _check_lengths(samples: Sequence[TrainSample], budget: int, length_multiple: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_rl.batching.shaping import reward_of
 from megatron_rl.types.rollout import FinishReason, Trajectory, TrajectoryGroup
+from megatron_rl.types.routing import unknown_expert
 from megatron_rl.types.training import TrainSample
 
 
@@ -72,4 +73,33 @@ def _build_sample(
         is_correct=result.is_correct,
         is_truncated=is_truncated,
         num_prompt_tokens=num_prompt,
+        experts_LYK=_join_experts(trajectory),
     )
+
+
+def _join_experts(trajectory: Trajectory) -> np.ndarray | None:
+    """The routed experts [L, Y, K] of all tokens, each by the version that sampled the token after it; None without any.
+
+    A segment that continues an earlier one may bring rows for what was there before: those of the earlier one count.
+    """
+    known = [segment for segment in trajectory.segments if segment.experts is not None]
+    if not known:
+        return None
+    first = known[0].experts
+    assert first is not None
+    stop = len(trajectory.prompt.token_ids)
+    experts_LYK = np.full(
+        (stop + len(trajectory.response_ids), *first.shape[1:]), unknown_expert(first.dtype), dtype=first.dtype
+    )
+    for number, segment in enumerate(trajectory.segments):
+        start = 0 if number == 0 else stop - 1
+        stop += len(segment.token_ids)
+        if segment.experts is None or stop - 1 <= start:
+            continue
+        if len(segment.experts) < stop - 1 - start:
+            raise ValueError(
+                f"trajectory {trajectory.trajectory_id}: segment {number} has routed experts for {len(segment.experts)} "
+                f"tokens, expected at least {stop - 1 - start}"
+            )
+        experts_LYK[start : stop - 1] = segment.experts[len(segment.experts) - (stop - 1 - start) :]
+    return experts_LYK

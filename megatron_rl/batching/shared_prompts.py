@@ -17,7 +17,7 @@ from megatron_rl.batching.balance import balance_free, compute_costs
 from megatron_rl.types.training import TrainSample
 
 AUTO_MIN_PROMPT_TOKENS = 32
-"""Prompts from this length on are shared by themselves: see docs/measurements.md."""
+"""Prompts from this length on are shared by themselves; not tuned, `tests/benchmarks/shared_prompts.py` measures both sides."""
 
 
 @dataclass(frozen=True, slots=True)

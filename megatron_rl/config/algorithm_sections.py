@@ -149,6 +149,9 @@ class AlgorithmSection:
     kl: KlSection = field(default_factory=KlSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     correction: CorrectionSection = field(default_factory=CorrectionSection)
+    router_replay: Literal["off", "r2", "r3"] = "off"
+    """Which experts MoE layers visit in training: their own choice, that of the trainer's pass before the first step of a
+    batch (r2), or the engine's (r3)."""
     mask_truncated: bool = False
     """DAPO's over-long filter: answers that ended on the length limit train no token."""
     overlong_punishment: OverlongSection = field(default_factory=OverlongSection)

@@ -26,6 +26,7 @@ async def start_embedded(setup: EngineSetup, number: int, interface: str, meetin
         num_slots=section.num_slots,
         max_context=setup.max_context,
         stop_token_ids=setup.stop_token_ids,
+        returns_routing=setup.returns_routing,
     )
     receivers = [Receiver(shard, setup.key, interface) for shard in engine.weights.shards]
     for receiver in receivers:

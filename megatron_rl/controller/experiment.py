@@ -231,6 +231,7 @@ class Experiment:
             run_directory=str(self.directory.path.resolve()),
             start_id=secrets.token_hex(4),
             is_single_node=cluster.is_single_node,
+            returns_routing=config.algorithm.router_replay == "r3",
         )
         python, engines = config.cluster.engine_python, []
         for number in range(config.rollout.num_engines):

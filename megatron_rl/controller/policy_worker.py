@@ -65,6 +65,7 @@ class PolicyWorker:
             seed=setup.seed,
             temperature=setup.temperature,
             vocab_multiple=setup.model.vocab_multiple,
+            replays_routing=setup.algorithm.router_replay != "off",
         )
         self._trainer.load_parameters(self._import(setup.model.source()))
         self._critic = CriticPart(setup, self._rank, platform) if setup.critic is not None else None
@@ -206,9 +207,10 @@ class PolicyWorker:
             annotated = [with_values(microbatch, values) for microbatch in annotated]
         if "ref_logprobs" not in needs:
             return annotated
+        own_choice = [replace(microbatch, experts_TYK=None) for microbatch in microbatches]  # routing is the policy's
         assert self._reference is not None, "begin_phase comes first"
         with self._reference.swapped_into(self._trainer.chunk_parameters()):
-            scores = self._trainer.compute_logprobs(microbatches)
+            scores = self._trainer.compute_logprobs(own_choice)
         return [
             replace(microbatch, token_arrays={**microbatch.token_arrays, "ref_logprobs": logprobs_T})
             for microbatch, logprobs_T in zip(annotated, scores, strict=True)

@@ -44,6 +44,8 @@ class EngineSetup:
     run_directory: str
     start_id: str
     is_single_node: bool
+    returns_routing: bool = False
+    """Whether segments shall tell the experts of every token (`algorithm.router_replay` r3)."""
 
     def __repr__(self) -> str:
         return f"EngineSetup({self.section.engine}, {self.model.family_name})"

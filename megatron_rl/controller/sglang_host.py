@@ -85,6 +85,7 @@ def _attach(setup: EngineSetup, number: int) -> SglangEngine:
         tp_size=section.tp_size,
         request_timeout_s=section.request_timeout_s,
         receiver_dir=Path(section.receiver_dirs[number]),
+        routing=setup.model.dims.routing if setup.returns_routing else None,
     )
 
 
@@ -121,6 +122,7 @@ def _served_model(setup: EngineSetup, name: str) -> ServedModel:
         dtype="bf16" if setup.dtype == "bf16" else "fp32",
         max_context=setup.max_context,
         load_format="dummy",
+        routing=setup.model.dims.routing if setup.returns_routing else None,
     )
 
 

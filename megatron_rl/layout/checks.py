@@ -113,3 +113,10 @@ def check_engine_layout(dims: SizedModel, layout: EngineLayout, section: str) ->
         key = ep_key if layout.ep > 1 else tp_key
         problems.append(_not_divisible(key, layout.moe_tp, "moe_intermediate_size", dims.moe_ffn_size))
     return problems
+
+
+def check_router_replay(dims: SizedModel, mode: str) -> list[tuple[str, str]]:
+    """Replay needs a model that routes."""
+    if mode == "off" or dims.num_experts:
+        return []
+    return [("algorithm.router_replay", f"{mode} needs a model with experts, this one has none; expected off")]

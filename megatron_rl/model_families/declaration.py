@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from megatron_rl.types.routing import RoutingShape
+
 
 class Shard(Enum):
     """How a parameter is split over tensor-parallel ranks."""
@@ -68,6 +70,13 @@ class ModelDims:
     @property
     def moe_layers(self) -> range:
         return range(self.num_dense_layers, self.num_layers if self.num_experts else self.num_dense_layers)
+
+    @property
+    def routing(self) -> RoutingShape:
+        """Raises ValueError for a model without experts."""
+        if not self.num_experts:
+            raise ValueError("algorithm.router_replay: this model has no experts; set it to off")
+        return RoutingShape(self.num_layers, self.top_k, self.num_experts, self.num_dense_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ size, s sequences of a group, q and k its padded lengths.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,14 @@ class _Group:
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class ReplayedSequences(PackedSeqParams):
+    """Megatron's packed parameters, and the experts that its layers shall visit (`router_replay`), by layer number."""
+
+    experts_by_layer: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class PackedSequences(ReplayedSequences):
     """Megatron's packed parameters, and what `PackedAttention` needs of them on the device.
 
     `cu_seqlens_*` stay None, because the positions of every row are looked up once (`positions_N`) instead of being cut
@@ -76,10 +84,10 @@ def pack_for_local_attention(inputs: PackedInputs, cp: int, device: torch.device
     )
 
 
-def pack_for_transformer_engine(inputs: PackedInputs, device: torch.device) -> PackedSeqParams:
+def pack_for_transformer_engine(inputs: PackedInputs, device: torch.device) -> ReplayedSequences:
     """The packed parameters for Transformer Engine's attention and rotary kernels."""
     cu_seqlens = torch.from_numpy(inputs.cu_seqlens).to(device)
-    return PackedSeqParams(
+    return ReplayedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,

@@ -32,7 +32,7 @@ class PackedInputs:
     Row `scored_rows_K[k]` predicts token `target_ids_K[k]`; a row may do so several times. Every context-parallel rank
     lays its predictions into `num_slots` slots; the log-prob of token t is entry `prediction_of_T[t]` of the slots of all
     ranks one after another, where `is_scored_T[t]`. `full_order_P[p]` is the place of computed token p in the rows of all
-    ranks one after another.
+    ranks one after another, `row_of_T[t]` that of the row which computes token t.
     """
 
     token_ids_N: np.ndarray  # int64
@@ -46,6 +46,7 @@ class PackedInputs:
     prediction_of_T: np.ndarray  # int64
     is_scored_T: np.ndarray  # bool
     full_order_P: np.ndarray  # int64
+    row_of_T: np.ndarray  # int64
 
 
 def plan_packed_inputs(
@@ -91,7 +92,8 @@ def plan_packed_inputs(
     if not score_all:
         is_scored_T &= microbatch.loss_mask_T
     scored = np.flatnonzero(is_scored_T)
-    rank_of, row_of = np.divmod(full_order_P[place_T[scored - 1]], num_rows)  # the row before a token predicts it
+    row_of_T = full_order_P[place_T]
+    rank_of, row_of = np.divmod(row_of_T[scored - 1], num_rows)  # the row before a token predicts it
     num_slots = max(1, int(np.bincount(rank_of, minlength=cp).max()))
     prediction_of_T = np.zeros(microbatch.num_tokens, dtype=np.int64)
     for rank in range(cp):
@@ -109,6 +111,7 @@ def plan_packed_inputs(
         prediction_of_T=prediction_of_T,
         is_scored_T=is_scored_T,
         full_order_P=full_order_P,
+        row_of_T=row_of_T,
     )
 
 

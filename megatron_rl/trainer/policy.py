@@ -27,7 +27,10 @@ from megatron_rl.types.training import Denominators, Microbatch
 
 
 class PolicyTrainer(MegatronRole):
-    """One rank of the policy. `temperature` is the sampling temperature, by which logits are divided."""
+    """One rank of the policy. `temperature` is the sampling temperature, by which logits are divided.
+
+    With `replays_routing`, MoE layers visit the experts that a microbatch brings.
+    """
 
     model_class = PolicyModel
     is_head_split = True
@@ -44,27 +47,42 @@ class PolicyTrainer(MegatronRole):
         temperature: float = 1.0,
         vocab_multiple: int = 1,
         num_optimizer_steps: int = 1,
+        replays_routing: bool = False,
     ) -> None:
         super().__init__(
             dims, dtype, trainer, layout, platform,
             seed=seed, vocab_multiple=vocab_multiple, num_optimizer_steps=num_optimizer_steps,
+            replays_routing=replays_routing,
         )  # fmt: skip
         self.temperature = temperature
 
-    def compute_logprobs(self, microbatches: Sequence[Microbatch], *, score_all: bool = False) -> list[np.ndarray]:
+    def compute_logprobs(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        score_all: bool = False,
+        experts_out: list[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
         """Token-aligned float32 log-probs [T] of each microbatch of this data-parallel rank, returned on all its ranks.
 
-        0 outside the loss mask, or only on first tokens with `score_all`.
+        0 outside the loss mask, or only on first tokens with `score_all`. `experts_out`: see `compute_scores`.
         """
-        return self.compute_scores(microbatches, score_all=score_all)
+        return self.compute_scores(microbatches, score_all=score_all, experts_out=experts_out)
 
     def annotate(self, microbatches: Sequence[Microbatch], needs: frozenset[str]) -> list[Microbatch]:
-        """The microbatches with `old_logprobs` in their token_arrays if `needs` names them."""
+        """The microbatches with `old_logprobs` in their token_arrays if `needs` names them, and with the experts that this
+        pass chose if it names `routing` too (R2)."""
         if "old_logprobs" not in needs:
             return list(microbatches)
+        experts: list[np.ndarray] | None = [] if "routing" in needs else None
+        scores = self.compute_logprobs(microbatches, experts_out=experts)
         return [
-            replace(microbatch, token_arrays={**microbatch.token_arrays, "old_logprobs": logprobs_T})
-            for microbatch, logprobs_T in zip(microbatches, self.compute_logprobs(microbatches), strict=True)
+            replace(
+                microbatch,
+                token_arrays={**microbatch.token_arrays, "old_logprobs": logprobs_T},
+                experts_TYK=microbatch.experts_TYK if experts is None else experts[number],
+            )
+            for number, (microbatch, logprobs_T) in enumerate(zip(microbatches, scores, strict=True))
         ]
 
     def train_minibatch(

@@ -35,6 +35,7 @@ from megatron_rl.trainer.model_config import DTYPES, plan_ddp_config, plan_optim
 from megatron_rl.trainer.objective import Objective, sum_metrics
 from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, forget_moments
 from megatron_rl.trainer.packed_inputs import PackedInputs, plan_packed_inputs
+from megatron_rl.trainer.router_replay import RouterRows, chosen_by_layer, install_router_replay
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Microbatch
 
@@ -52,6 +53,8 @@ class _Prepared:
     num_slots: int
     prediction_of_T: Tensor
     is_scored_T: Tensor
+    router_rows: RouterRows
+    chosen: dict[int, Tensor]  # by layer, filled by a scoring pass where routers can replay
 
 
 class MegatronRole(ABC):
@@ -80,6 +83,7 @@ class MegatronRole(ABC):
         seed: int,
         vocab_multiple: int = 1,
         num_optimizer_steps: int = 1,
+        replays_routing: bool = False,
     ) -> None:
         self.dims, self.trainer, self.layout, self.platform = dims, trainer, layout, platform
         self.uses_transformer_engine = uses_transformer_engine(trainer.layer_spec)
@@ -105,6 +109,9 @@ class MegatronRole(ABC):
             transformer_engine=self.uses_transformer_engine,
             device=platform.device,
         )
+        self.replays_routing = replays_routing
+        if replays_routing:
+            install_router_replay(self.chunks, self.config)
         ddp_config = DistributedDataParallelConfig(**plan_ddp_config(trainer))
         self.ddp_chunks = [
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -154,16 +161,27 @@ class MegatronRole(ABC):
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
-    def compute_scores(self, microbatches: Sequence[Microbatch], *, score_all: bool = False) -> list[np.ndarray]:
+    def compute_scores(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        score_all: bool = False,
+        experts_out: list[np.ndarray] | None = None,
+    ) -> list[np.ndarray]:
         """Token-aligned float32 scores [T] (the head's first number) of each microbatch of this data-parallel rank,
         returned on all its ranks.
 
-        0 outside the loss mask, or only on first tokens with `score_all`.
+        0 outside the loss mask, or only on first tokens with `score_all`. `experts_out` receives per microbatch the
+        experts [T, Y, K] that this rank's routers chose, unknown where other ranks did.
         """
         for chunk in self.ddp_chunks:
             chunk.eval()
+        prepared = self._prepare_all(microbatches, score_all)
         with torch.no_grad():
-            outputs = self._run(microbatches, None, score_all=score_all, forward_only=True)
+            outputs = self._run(prepared, None, forward_only=True)
+        if experts_out is not None:
+            whole = prepared[: len(microbatches)]
+            experts_out += [item.router_rows.of_tokens(item.chosen, self.dims.routing) for item in whole]
         for chunk in self.ddp_chunks:
             chunk.train()
         lengths = [microbatch.num_tokens for microbatch in microbatches]
@@ -192,7 +210,7 @@ class MegatronRole(ABC):
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = self._run(microbatches, objective, score_all=False, forward_only=False)
+        parts = self._run(self._prepare_all(microbatches, False), objective, forward_only=False)
         self._schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
@@ -219,22 +237,23 @@ class MegatronRole(ABC):
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
-    def _run(
-        self, microbatches: Sequence[Microbatch], objective: Objective | None, *, score_all: bool, forward_only: bool
-    ) -> list[Any]:
-        """Through Megatron's schedule. On the last stage: per microbatch the objective's metrics, or scores [T]."""
+    def _prepare_all(self, microbatches: Sequence[Microbatch], score_all: bool) -> list[_Prepared]:
+        """All of them on the device, topped up with empty ones to what interleaved stages need."""
         whole = list(microbatches)
         multiple = self.layout.pp if self.layout.virtual_pp > 1 else 1
         whole += [empty_microbatch()] * (-len(whole) % multiple)
         if not whole:
             raise ValueError("no microbatch was given; a rank without samples brings empty ones")
-        prepared = [self._prepare(microbatch, score_all) for microbatch in whole]
+        return [self._prepare(microbatch, score_all) for microbatch in whole]
+
+    def _run(self, prepared: Sequence[_Prepared], objective: Objective | None, *, forward_only: bool) -> list[Any]:
+        """Through Megatron's schedule. On the last stage: per microbatch the objective's metrics, or scores [T]."""
         iterators = [iter(prepared) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, objective=objective, num_microbatches=len(whole)),
+            forward_step_func=partial(self._forward_step, objective=objective, num_microbatches=len(prepared)),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.ddp_chunks if len(self.chunks) > 1 else self.ddp_chunks[0],
-            num_microbatches=len(whole),
+            num_microbatches=len(prepared),
             seq_length=prepared[0].token_ids.shape[1] * self.layout.cp,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -256,6 +275,10 @@ class MegatronRole(ABC):
         else:
             packed = pack_for_local_attention(inputs, self.layout.cp, device)
 
+        router_rows = RouterRows.of(inputs, self.layout)
+        if self.replays_routing and microbatch.experts_TYK is not None:
+            packed.experts_by_layer = router_rows.by_layer(microbatch.experts_TYK, device)
+
         def on_device(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device)
 
@@ -269,6 +292,8 @@ class MegatronRole(ABC):
             num_slots=inputs.num_slots,
             prediction_of_T=on_device(inputs.prediction_of_T),
             is_scored_T=on_device(inputs.is_scored_T),
+            router_rows=router_rows,
+            chosen={},
         )
 
     def _forward_step(
@@ -287,6 +312,8 @@ class MegatronRole(ABC):
             packed_seq_params=item.packed,
         )
         model = chunk.module
+        if self.replays_routing and objective is None:
+            item.chosen.update(chosen_by_layer(model))
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
             scores_Tc = self._score(model, hidden, item)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
 
+import numpy as np
+
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of weight syncs since the run began; 0 is the warm-started policy."""
 
@@ -70,12 +72,18 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSegment:
-    """Tokens sampled under one set of weights, with their `rollout_logprobs` (after temperature)."""
+    """Tokens sampled under one set of weights, with their `rollout_logprobs` (after temperature).
+
+    `experts` (see `types.routing`) are those of the tokens that were the input when the segment's tokens were sampled: its
+    last rows are the token before the segment and all of the segment's tokens but the last. The first segment of a
+    request has the rows of the request's tokens in front.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     policy_version: PolicyVersion
     finish_reason: FinishReason
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

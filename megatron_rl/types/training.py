@@ -36,6 +36,8 @@ class TrainSample:
     is_truncated: bool
     num_prompt_tokens: int = 0
     """Leading tokens that all samples of the group have in common; 0: nothing to share."""
+    experts_LYK: np.ndarray | None = None  # uint8 or uint16, see `types.routing`
+    """The experts that the engine chose; None: nothing to replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Microbatch:
     sample_index_S: np.ndarray  # int32, the position of each sequence in the step's list of samples
     token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared_prefix_S: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))  # int32 [S] or [0]
+    experts_TYK: np.ndarray | None = None
+    """The experts to replay (see `types.routing`); None: routers choose for themselves."""
 
     @property
     def num_sequences(self) -> int:

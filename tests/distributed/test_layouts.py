@@ -32,6 +32,10 @@ ONE_RANK = [
     {"name": "TP1, shared prompts, groups split", "layout": {}, "share": True, "section": {"recompute": "full"}} | VAPO,
     {"name": "TP1, shared prompts, selective", "layout": {}, "share": True, "section": {"recompute": "selective"}} | VAPO,
 ]
+ONE_RANK_MOE = [
+    {"name": "TP1, replayed", "layout": {}, "replay": True} | VAPO,
+    {"name": "TP1, replayed, full", "layout": {}, "replay": True, "share": True, "section": {"recompute": "full"}} | VAPO,
+]
 TWO_RANKS = [
     {"name": "TP2", "objectives": True, "layout": {"tp": 2, "etp": 2}},
     {"name": "PP2", "objectives": True, "layout": {"pp": 2}, "num_microbatches": 3},
@@ -50,6 +54,16 @@ TWO_RANKS = [
     {"name": "CP2, not shared", "layout": {"cp": 2}, "share": True} | VAPO,
 ]
 TWO_RANKS_MOE = [
+    {"name": "TP2 EP2 ETP1, replayed", "layout": {"tp": 2, "ep": 2}, "share": True, "replay": True} | VAPO,
+    {"name": "CP2 EP2, replayed", "layout": {"cp": 2, "ep": 2}, "replay": True} | VAPO,
+    {
+        "name": "PP2 VPP2, replayed",
+        "layout": {"pp": 2, "virtual_pp": 2},
+        "num_microbatches": 3,
+        "replay": True,
+        "section": {"recompute": "full"},
+    }
+    | VAPO,
     {"name": "TP2 EP2 ETP1, shared prompts", "layout": {"tp": 2, "ep": 2}, "share": True} | VAPO,
     {"name": "EP2", "objectives": True, "layout": {"dp": 2, "ep": 2}},
     {"name": "TP2 EP2 ETP1", "layout": {"tp": 2, "ep": 2}},
@@ -65,6 +79,7 @@ FOUR_RANKS = [
     {"name": "PP2 VPP2 DP2", "layout": {"pp": 2, "virtual_pp": 2, "dp": 2}},
 ]
 FOUR_RANKS_MOE = [
+    {"name": "TP2 CP2 EP2, replayed", "layout": {"tp": 2, "cp": 2, "ep": 2}, "replay": True} | VAPO,
     {"name": "EP4", "layout": {"dp": 4, "ep": 4}},
     {"name": "TP2 EP4 DP2", "layout": {"tp": 2, "dp": 2, "ep": 4}},
     {"name": "PP2 EP2 DP2", "layout": {"pp": 2, "dp": 2, "ep": 2}},
@@ -80,8 +95,13 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def oracle(family: str) -> list[dict[str, Any]]:
-    """All cases of one rank; the first is what every other layout is held against."""
-    return run_distributed(walk_layouts, 1, timeout_s=400, family=family, cases=ONE_RANK)[0]
+    """All cases of one rank; the first is what every other layout is held against, the first replayed one replayed ones."""
+    cases = ONE_RANK + (ONE_RANK_MOE if family == MOE else [])
+    return run_distributed(walk_layouts, 1, timeout_s=400, family=family, cases=cases)[0]
+
+
+def reference(case: dict[str, Any], oracle: list[dict[str, Any]]) -> dict[str, Any]:
+    return oracle[len(ONE_RANK)] if case.get("replay") else oracle[0]
 
 
 def test_one_rank_equals_transformers(family: str, oracle: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -91,8 +111,8 @@ def test_one_rank_equals_transformers(family: str, oracle: list[dict[str, Any]],
 
 
 def test_packing_and_recompute_change_nothing(oracle: list[dict[str, Any]]) -> None:
-    for case, result in zip(ONE_RANK[1:], oracle[1:], strict=True):
-        assert not compare(case, result, oracle[0])
+    for case, result in zip([*ONE_RANK, *ONE_RANK_MOE][: len(oracle)], oracle, strict=True):
+        assert not compare(case, result, reference(case, oracle))
 
 
 def test_the_value_of_a_token_does_not_see_it(oracle: list[dict[str, Any]]) -> None:
@@ -114,14 +134,14 @@ def test_training_moves(oracle: list[dict[str, Any]]) -> None:
 
 
 def test_two_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
-    check(family, 2, TWO_RANKS + (TWO_RANKS_MOE if family == MOE else []), oracle[0])
+    check(family, 2, TWO_RANKS + (TWO_RANKS_MOE if family == MOE else []), oracle)
 
 
 def test_four_ranks(family: str, oracle: list[dict[str, Any]]) -> None:
-    check(family, 4, FOUR_RANKS + (FOUR_RANKS_MOE if family == MOE else []), oracle[0])
+    check(family, 4, FOUR_RANKS + (FOUR_RANKS_MOE if family == MOE else []), oracle)
 
 
-def check(family: str, world_size: int, cases: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def check(family: str, world_size: int, cases: list[dict[str, Any]], oracle: list[dict[str, Any]]) -> None:
     """All ranks report the same steps, and together the log-probs of every sequence. All cases are judged before failing."""
     by_rank = run_distributed(walk_layouts, world_size, timeout_s=120 + 40 * len(cases), family=family, cases=cases)
     wrong: list[str] = []
@@ -132,7 +152,7 @@ def check(family: str, world_size: int, cases: list[dict[str, Any]], expected: d
                 together[name] |= results[index][name]
             if any(results[index].get(key) != by_rank[0][index].get(key) for key in ("steps", "objectives")):
                 wrong.append(f"{case['name']}: ranks report different metrics")
-        wrong += compare(case, together, expected)
+        wrong += compare(case, together, reference(case, oracle))
     assert not wrong, "\n".join(wrong)
 
 
@@ -147,6 +167,8 @@ def compare(case: dict[str, Any], result: dict[str, Any], expected: dict[str, An
         gap = max(np.abs(np.subtract(mine[member], scores)).max() for member, scores in theirs.items())
         if gap > tolerance:
             wrong.append(f"{case['name']}: {what} differ by up to {gap:.2e}")
+    if case.get("replay") and (result["own_choice"]["replayed"] != 0 or result["own_choice"]["forced"] < 1e-3):
+        wrong.append(f"{case['name']}: log-probs with own and other experts differ by {result['own_choice']}")
     tolerances = {
         "loss/total": 1e-5,
         "loss/entropy": 1e-5,

@@ -116,6 +116,7 @@ def sequences(vocab_size: int) -> list[dict[str, Any]]:
                 "mask": mask & (rng.random(length) < 0.9),
                 "rollout_logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
                 "advantages": np.full(length, rng.normal(), dtype=np.float32),
+                "experts": experts_of(member, length),
                 "reward": rng.normal(),
                 "is_correct": rng.random() < 0.5,
             }
@@ -123,8 +124,22 @@ def sequences(vocab_size: int) -> list[dict[str, Any]]:
     return batch
 
 
-def pack(batch: list[dict[str, Any]], members: list[int], *, share: bool = False) -> Microbatch:
-    """One microbatch of the given members of the batch; with `share`, neighbours of one group share their prompt."""
+def experts_of(member: int, length: int) -> np.ndarray:
+    """Experts [length, layers, k] that no router chose; common prompts have the same; the last token's are unknown."""
+    shape = debug_dims("qwen3_moe").routing
+    experts = shape.empty(length)
+    for number in range(length - 1):
+        is_common = member in GROUPS and number < PROMPT_LENGTHS[GROUPS[member]]
+        rng = np.random.default_rng((sum(GROUPS[member].encode()) if is_common else member, number, is_common))
+        experts[number] = rng.permuted(np.tile(np.arange(shape.num_experts), (shape.num_layers, 1)), axis=1)[:, : shape.top_k]
+    return experts
+
+
+def pack(batch: list[dict[str, Any]], members: list[int], *, share: bool = False, replay: bool = False) -> Microbatch:
+    """One microbatch of the given members of the batch.
+
+    With `share`, neighbours of one group share their prompt; with `replay` the microbatch brings experts.
+    """
     if not members:
         return empty_microbatch()
     chosen = [batch[i] for i in members]
@@ -148,6 +163,7 @@ def pack(batch: list[dict[str, Any]], members: list[int], *, share: bool = False
             for name in ("rollout_logprobs", "advantages")
         },
         shared_prefix_S=np.array(shared, dtype=np.int32),
+        experts_TYK=np.concatenate([item["experts"] for item in chosen]) if replay else None,
     )
 
 
@@ -219,6 +235,7 @@ def policy(
     dtype: str = "fp32",
     dims: ModelDims | None = None,
     distributed_optimizer: bool = True,
+    replays_routing: bool = False,
     **section: Any,
 ) -> Iterator[PolicyTrainer]:
     """A policy with the test's weights under `layout`."""
@@ -232,6 +249,7 @@ def policy(
         platform,
         seed=1,
         temperature=0.8,
+        replays_routing=replays_routing,
     )
     trainer.load_parameters(weights_of(get_family(family), trainer, me.rank))
     try:
@@ -244,7 +262,7 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
     """Per case: log-probs and values by sequence, and metrics of three optimizer steps per algorithm.
 
     A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`, `share` (compute
-    common prompts once) and `algorithms` (names; default: all).
+    common prompts once), `replay` (visit the batch's experts) and `algorithms` (names; default: all).
     """
     results = []
     with joined(me) as platform:
@@ -262,6 +280,7 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
                     family,
                     layout,
                     distributed_optimizer=case.get("distributed_optimizer", True),
+                    replays_routing=case.get("replay", False),
                     **section,
                 ) as trainer:
                     critic = critic_beside(trainer, me, family) if algorithm.advantage == "gae" else None
@@ -300,8 +319,13 @@ def run_case(
     share = case.get("share", False)
     if share:
         parts = [sorted(part, key=lambda member: GROUPS.get(member, "")) for part in parts]
-    microbatches = [pack(batch, part, share=share) for part in parts]
-    scores = {"logprobs": by_sequence(parts, microbatches, trainer.compute_logprobs(microbatches, score_all=True))}
+    replay = case.get("replay", False)
+    microbatches = [pack(batch, part, share=share, replay=replay) for part in parts]
+    scores: dict[str, Any] = {
+        "logprobs": by_sequence(parts, microbatches, trainer.compute_logprobs(microbatches, score_all=True))
+    }
+    if replay:
+        scores["own_choice"] = own_choice_gap(trainer, microbatches)
     annotated = trainer.annotate(microbatches, algorithm.needs)
     steps[name] = [{} for _ in range(3)]
     if critic is not None:
@@ -322,6 +346,20 @@ def by_sequence(parts: list[list[int]], microbatches: list[Microbatch], scores: 
             rows = slice(*microbatch.cu_seqlens[position : position + 2].tolist())
             found[str(member)] = scores_T[rows].tolist()
     return found
+
+
+def own_choice_gap(trainer: PolicyTrainer, microbatches: list[Microbatch]) -> dict[str, float]:
+    """Largest difference between log-probs with experts chosen freely and with the same experts replayed, and with others."""
+    experts: list[np.ndarray] = []
+    free = [dataclasses.replace(microbatch, experts_TYK=None) for microbatch in microbatches]
+    chosen_freely = np.concatenate(trainer.compute_logprobs(free, score_all=True, experts_out=experts))
+    own = [dataclasses.replace(m, experts_TYK=e) for m, e in zip(microbatches, experts, strict=True)]
+    replayed = np.concatenate(trainer.compute_logprobs(own, score_all=True))
+    forced = np.concatenate(trainer.compute_logprobs(microbatches, score_all=True))
+    return {
+        "replayed": float(np.abs(replayed - chosen_freely).max(initial=0.0)),
+        "forced": float(np.abs(forced - chosen_freely).max(initial=0.0)),
+    }
 
 
 def dims_with(family: str, **changes: Any) -> ModelDims:

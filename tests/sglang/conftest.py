@@ -22,6 +22,7 @@ from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel
 from megatron_rl.rollout.sglang.process import SglangServer
 from megatron_rl.rollout.sglang.receiver_dir import create_receiver_dir
 from megatron_rl.rollout.sglang.start import start_engine
+from megatron_rl.types.routing import RoutingShape
 
 TP_SIZE = 2
 MAX_CONTEXT = 448
@@ -112,7 +113,12 @@ def loop():
 
 @contextmanager
 def started(
-    model: Path, directory: Path, section: SglangSection, loop, load_format: Literal["auto", "dummy"] = "auto"
+    model: Path,
+    directory: Path,
+    section: SglangSection,
+    loop,
+    load_format: Literal["auto", "dummy"] = "auto",
+    routing: RoutingShape | None = None,
 ) -> Iterator[Running]:
     """A server of the model folder with all its files in `directory`; stopped at the end."""
     receiver_key = secrets.token_bytes(32)
@@ -121,7 +127,7 @@ def started(
         f"tp{section.tp_size}",
         section,
         EnginePlace(cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
-        ServedModel(sys.executable, str(model), "fp32", MAX_CONTEXT, load_format),
+        ServedModel(sys.executable, str(model), "fp32", MAX_CONTEXT, load_format, routing),
         receiver_dir=directory / "receivers",
         log_path=directory / "server.log",
         on_progress=print,
@@ -134,7 +140,9 @@ def started(
 
 @pytest.fixture(scope="session")
 def running(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory, loop):
-    with started(tiny_model.folder, tmp_path_factory.mktemp("engine"), SECTION, loop) as server:
+    config = tiny_model.reference.config
+    routing = RoutingShape(config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
+    with started(tiny_model.folder, tmp_path_factory.mktemp("engine"), SECTION, loop, routing=routing) as server:
         yield server
 
 

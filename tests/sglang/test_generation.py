@@ -58,6 +58,16 @@ def test_greedy_takes_the_most_likely_token(engine, tiny_model, loop):
     assert tuple(best.tolist()) == segment.token_ids
 
 
+def test_experts_are_those_that_the_routers_choose(engine, tiny_model, loop):
+    (segment,) = loop(engine.generate(make_request()))
+    ids = torch.tensor([(*PROMPT, *segment.token_ids)])
+    with torch.no_grad():
+        logits = tiny_model.reference(ids, output_router_logits=True).router_logits
+    top_k = tiny_model.reference.config.num_experts_per_tok
+    expected = torch.stack([layer.topk(top_k, dim=-1).indices for layer in logits], dim=1)
+    assert segment.experts.tolist() == expected[:-1].tolist()
+
+
 def test_scores_equal_a_forward(engine, tiny_model, loop):
     token_ids = (
         *torch.randint(211, (60,), generator=torch.Generator().manual_seed(3)).tolist(),

@@ -56,8 +56,10 @@ class Decoder:
     """Computes with the weights as they are at the call, or, on processors that emulate bf16, at the last
     `forget_weights`: there fp32 copies are made at the first use after it."""
 
-    def __init__(self, weights: ShardedWeights, max_context: int) -> None:
+    def __init__(self, weights: ShardedWeights, max_context: int, *, records_experts: bool = False) -> None:
         dims = self.dims = weights.dims
+        self._records_experts = records_experts
+        self._experts: list[torch.Tensor] = []
         self._weights = weights
         self.tp, self.max_context, self.device = weights.tp, max_context, weights.device
         self._embedding_VH = weights.stacked["model.embed_tokens.weight"].flatten(0, 1)
@@ -139,6 +141,10 @@ class Decoder:
 
         return self._forward(ids_N, positions_N, attend)
 
+    def last_experts(self) -> torch.Tensor:
+        """The experts [T, MoE layers, k] that the last forward pass chose, of a decoder that records them."""
+        return torch.stack(self._experts, dim=1)
+
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """fp32 logits [T, V]; columns of the padded vocabulary are -inf."""
         logits_TV = linear(hidden_TH, self._head_VH).float()
@@ -151,6 +157,7 @@ class Decoder:
     def _forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attention) -> torch.Tensor:
         if not self._layers:
             self._prepare()
+        self._experts = []
         epsilon = self.dims.norm_epsilon
         cos_TD, sin_TD = self._cos.index_select(0, positions_T), self._sin.index_select(0, positions_T)
         hidden_TH = F.embedding(ids_T, self._embedding_VH)
@@ -187,6 +194,8 @@ class Decoder:
     def _mlp(self, layer: _Layer, normed_TH: torch.Tensor) -> torch.Tensor:
         if layer.router is not None:
             weights, experts = route(F.linear(normed_TH, layer.router), self.dims.top_k, self.dims.norm_topk_prob)
+            if self._records_experts:
+                self._experts.append(experts)
             return routed_mlp(normed_TH.to(layer.up.dtype), weights, experts, layer.up, layer.down).to(normed_TH.dtype)
         gate, up = linear(normed_TH, layer.up).view(len(normed_TH), self.tp, 2, -1).unbind(2)
         return row_parallel(F.silu(gate) * up, layer.down)

@@ -51,6 +51,7 @@ class EngineStats:
 
 class EmbeddedEngine:
     """A `GenerationEngine` in this process. The weights are zero, version 0, until somebody fills `weights.shards`.
+    With `returns_routing`, segments tell the experts of every token.
 
     Write to the shards only while the engine is paused (or before the first request).
     """
@@ -66,12 +67,14 @@ class EmbeddedEngine:
         max_context: int,
         stop_token_ids: tuple[int, ...],
         vocab_multiple: int = 64,
+        returns_routing: bool = False,
     ) -> None:
         self.weights = ShardedWeights(dims, tp, dtype, device, vocab_multiple)
         self._dims, self._max_context = dims, max_context
-        self._decoder = Decoder(self.weights, max_context)
+        routing = dims.routing if returns_routing else None
+        self._decoder = Decoder(self.weights, max_context, records_experts=returns_routing)
         cache = KVCache(dims, tp, num_slots, max_context, dtype, self.weights.device)
-        self._scheduler = Scheduler(self._decoder, cache, num_slots, stop_token_ids)
+        self._scheduler = Scheduler(self._decoder, cache, num_slots, stop_token_ids, routing)
         self._paused = self._dirty = self._updating = False
         self._closed = False
         self._close_lock = threading.Lock()

@@ -17,13 +17,15 @@ class Generation:
     """Mutable record of a request. `future` receives the segments, or the error that ended it.
 
     `token_ids` and `logprobs` are up to date while the generation waits for a slot; in a slot, the pool's rows are.
-    `version_starts` holds (version, number of tokens generated before it), one entry per version.
+    `version_starts` holds (version, number of tokens generated before it), one entry per version. `experts` are those of
+    all tokens but the last (see `types.routing`), None where the engine records none.
     """
 
     request: GenerationRequest
     future: Future[Segments] = field(default_factory=Future)
     token_ids: tuple[int, ...] = ()
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    experts: np.ndarray | None = None
     version_starts: list[tuple[PolicyVersion, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,5 +61,7 @@ def build_segments(generation: Generation, reason: FinishReason, version: Policy
     segments = []
     for index, ((sampled_by, start), stop) in enumerate(zip(starts, stops, strict=True)):
         why = reason if index == len(starts) - 1 else FinishReason.SWITCH
-        segments.append(RolloutSegment(tuple(tokens[start:stop]), tuple(logprobs[start:stop]), sampled_by, why))
+        first = generation.num_prompt_tokens + start - 1 if index else 0
+        experts = None if generation.experts is None else generation.experts[first : generation.num_prompt_tokens + stop - 1]
+        segments.append(RolloutSegment(tuple(tokens[start:stop]), tuple(logprobs[start:stop]), sampled_by, why, experts))
     return tuple(segments)

@@ -3,7 +3,8 @@
 The state of the slots is numpy on the host; the device holds weights and the KV cache. A step moves two small arrays to
 the device and two back, and touches no sequence one by one unless it enters or leaves.
 
-Shape suffixes: S slots, C context, N running sequences (slots 0..N-1), M sequences of a prefill, U distinct prompts.
+Shape suffixes: S slots, C context, N running sequences (slots 0..N-1), M sequences of a prefill, U distinct prompts,
+Y layers and K experts per token of recorded routing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_rl.rollout.embedded.generation import Generation
 from megatron_rl.rollout.embedded.kv_cache import KVCache
 from megatron_rl.rollout.embedded.sampling import SamplingRows, counter_uniforms, sample_tokens
 from megatron_rl.types.rollout import FinishReason, PolicyVersion
+from megatron_rl.types.routing import RoutingShape
 
 PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill (a single longer prompt goes alone); bounds its memory and the wait for a pause."""
@@ -29,9 +31,9 @@ ADMISSION_FRACTION = 8
 
 
 class SlotPool:
-    """Host arrays of what runs, one row per slot."""
+    """Host arrays of what runs, one row per slot; `routing` is the shape of the experts to record, None: none."""
 
-    def __init__(self, num_slots: int, max_context: int) -> None:
+    def __init__(self, num_slots: int, max_context: int, routing: RoutingShape | None = None) -> None:
         self.generations: list[Generation] = []  # slot -> generation; its length is N
         self.tokens_SC = np.zeros((num_slots, max_context), np.int64)
         self.logprobs_SC = np.zeros((num_slots, max_context), np.float32)
@@ -42,6 +44,10 @@ class SlotPool:
         self.top_ps_S = np.zeros(num_slots, np.float32)
         self.top_ks_S = np.zeros(num_slots, np.int64)
         self.stops_SX = np.full((num_slots, 1), -1, np.int64)  # padded with -1, which no token equals
+        self.experts_SCYK: np.ndarray | None = None
+        if routing is not None:
+            whole = routing.empty(num_slots * max_context)
+            self.experts_SCYK = whole.reshape(num_slots, max_context, *whole.shape[1:])
 
     def enter(self, generation: Generation, stop_token_ids: tuple[int, ...]) -> None:
         slot, sampling = len(self.generations), generation.request.sampling
@@ -49,6 +55,8 @@ class SlotPool:
         length, prompt = len(generation.token_ids), generation.num_prompt_tokens
         self.tokens_SC[slot, :length] = generation.token_ids
         self.logprobs_SC[slot, prompt:length] = generation.logprobs
+        if self.experts_SCYK is not None and generation.experts is not None:
+            self.experts_SCYK[slot, : length - 1] = generation.experts
         self.lengths_S[slot] = length
         self.limits_S[slot] = min(prompt + sampling.max_new_tokens, self.tokens_SC.shape[1])
         self.seeds_S[slot] = generation.request.seed % 2**64
@@ -77,21 +85,32 @@ class SlotPool:
         generation, length = self.generations[slot], self.lengths_S[slot]
         generation.token_ids = tuple(self.tokens_SC[slot, :length].tolist())
         generation.logprobs = self.logprobs_SC[slot, generation.num_prompt_tokens : length].copy()
+        if self.experts_SCYK is not None:
+            generation.experts = self.experts_SCYK[slot, : length - 1].copy()
 
     def _rows(self) -> tuple[np.ndarray, ...]:
-        return (
+        rows = (
             self.tokens_SC, self.logprobs_SC, self.lengths_S, self.limits_S, self.seeds_S,
             self.temperatures_S, self.top_ps_S, self.top_ks_S, self.stops_SX,
         )  # fmt: skip
+        return rows if self.experts_SCYK is None else (*rows, self.experts_SCYK)
 
 
 class Scheduler:
     """Owns waiting and running generations. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, num_slots: int, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        num_slots: int,
+        stop_token_ids: tuple[int, ...],
+        routing: RoutingShape | None = None,
+    ) -> None:
         self._decoder, self._cache = decoder, cache
         self._device = cache.data.device
-        self._pool = SlotPool(num_slots, decoder.max_context)
+        self._routing = routing
+        self._pool = SlotPool(num_slots, decoder.max_context, routing)
         self._num_slots, self._stop_token_ids = num_slots, stop_token_ids
         self._waiting: deque[Generation] = deque()
         self.version = PolicyVersion(0)
@@ -194,6 +213,8 @@ class Scheduler:
         rows = self._to_device(np.array(rows_M, np.int64))
         slots = self._to_device(np.arange(first, first + len(batch)))
         hidden_ULH = self._decoder.prefill(self._to_device(ids_UL), PromptSlots(self._cache, rows, slots))
+        if self._routing is not None:
+            self._keep_prompt_experts(batch, rows_M, ids_UL.shape, first)
         last_UH = hidden_ULH[torch.arange(len(row_of), device=self._device), self._to_device(lengths_U - 1)]
         self._sample(self._decoder.logits(last_UH).index_select(0, rows), first)
 
@@ -202,7 +223,20 @@ class Scheduler:
         positions_N = pool.lengths_S[:count] - 1
         inputs = self._to_device(np.stack((pool.tokens_SC[np.arange(count), positions_N], positions_N)))
         hidden_NH = self._decoder.decode(inputs[0], inputs[1], int(positions_N.max()) + 1, self._cache)
+        if self._routing is not None:
+            assert pool.experts_SCYK is not None
+            moe_layers = slice(self._routing.first_moe_layer, None)
+            pool.experts_SCYK[np.arange(count), positions_N, moe_layers] = self._decoder.last_experts().cpu().numpy()
         self._sample(self._decoder.logits(hidden_NH), 0)
+
+    def _keep_prompt_experts(self, batch: list[Generation], rows_M: list[int], shape: tuple[int, ...], first: int) -> None:
+        """What an earlier version chose for a token that it sampled stays: only the others take this prefill's choice."""
+        assert self._routing is not None and self._pool.experts_SCYK is not None
+        experts = self._decoder.last_experts().cpu().numpy()
+        experts_ULYK = experts.reshape(*shape, *experts.shape[1:])
+        for slot, (generation, row) in enumerate(zip(batch, rows_M, strict=True), start=first):
+            known, length = 0 if generation.experts is None else len(generation.experts), len(generation.token_ids)
+            self._pool.experts_SCYK[slot, known:length, self._routing.first_moe_layer :] = experts_ULYK[row, known:length]
 
     def _sample(self, logits: torch.Tensor, first: int) -> None:
         """Append a token to the slots from `first` on; those that are done leave. Raises FloatingPointError on NaN."""

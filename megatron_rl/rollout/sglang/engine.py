@@ -20,6 +20,7 @@ from megatron_rl.rollout.sglang.process import SglangServer
 from megatron_rl.rollout.sglang.receiver_dir import forget_receivers, raise_reported_error, read_addresses
 from megatron_rl.types.protocols import EngineDirtyError
 from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion, RolloutSegment
+from megatron_rl.types.routing import RoutingShape
 
 CONTROL_TIMEOUT_S = 120.0
 """The longest that pause, begin, commit or end may take."""
@@ -31,7 +32,8 @@ class SglangEngine:
     """One engine (all its tensor-parallel ranks) behind one URL.
 
     `server` is the process when we started it, None when it runs elsewhere. `receiver_dir` (made by
-    `create_receiver_dir`) is where its receivers publish their addresses.
+    `create_receiver_dir`) is where its receivers publish their addresses. With `routing`, segments tell the experts of every
+    token.
 
     A weight update is `load_weights` with `{"phase": "begin", "pause_mode": ...}`, the transfer through the receivers,
     then `{"phase": "commit", "version": n}` or `{"phase": "abandon"}`. From begin until a commit the engine is dirty:
@@ -48,12 +50,14 @@ class SglangEngine:
         request_timeout_s: float,
         server: SglangServer | None = None,
         receiver_dir: Path | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.name = name
         self.server = server
         self._tp_size = tp_size
         self._request_timeout_s = request_timeout_s
         self._receiver_dir = receiver_dir
+        self._routing = routing
         self._client = EngineClient(name, url, keys, self._raise_if_dead)
         self._is_paused = False
         self._is_dirty = False
@@ -71,9 +75,9 @@ class SglangEngine:
         With any stop token, the end-of-sequence ids of the model folder stop as well. Raises EngineDeadError,
         EngineReplyError, TimeoutError, or ValueError for top-p or top-k (see `replies`).
         """
-        body = replies.build_generate_body(request)
+        body = replies.build_generate_body(request, return_routing=self._routing is not None)
         reply = await self._client.post("/generate", body, self._request_timeout_s)
-        return replies.to_segments(self.name, reply)
+        return replies.to_segments(self.name, reply, self._routing)
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-prob (float32, temperature 1) of each token given those before it; 0 for the first."""

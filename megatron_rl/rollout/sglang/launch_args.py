@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.sections import SglangSection
+from megatron_rl.types.routing import RoutingShape
 
 CUSTOM_LOADER = "megatron_rl.resharding.sglang_loader.load"
 """Runs inside every tensor-parallel rank; what `update_weights_from_tensor` calls by this name."""
@@ -49,6 +50,7 @@ class ServedModel:
     """What the processes of an engine load, and the interpreter that has SGLang.
 
     `load_format="dummy"` starts from random weights, for engines that receive theirs by a sync before the first prompt.
+    `routing`: what the routed experts look like that it shall return; None: it returns none.
     """
 
     python: str
@@ -56,6 +58,7 @@ class ServedModel:
     dtype: Literal["fp32", "bf16"]
     max_context: int
     load_format: Literal["auto", "dummy"] = "auto"
+    routing: RoutingShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ def plan_launch(
         "port": place.port,
         "tp_size": section.tp_size,
         **({"ep_size": section.ep_size} if section.ep_size > 1 else {}),
+        **({"enable_return_routed_experts": True} if model.routing is not None else {}),
         "max_running_requests": section.num_concurrent,
         "weight_version": "0",
         "custom_weight_loader": CUSTOM_LOADER,

@@ -7,9 +7,12 @@ only when both are off, so a request with either is refused here.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from megatron_rl.rollout.sglang.errors import EngineReplyError
 from megatron_rl.types.rollout import (
@@ -20,12 +23,13 @@ from megatron_rl.types.rollout import (
     RolloutSegment,
     SamplingParams,
 )
+from megatron_rl.types.routing import RoutingShape
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
-def build_generate_body(request: GenerationRequest) -> dict[str, Any]:
-    """The body of POST /generate.
+def build_generate_body(request: GenerationRequest, *, return_routing: bool = False) -> dict[str, Any]:
+    """The body of POST /generate; `return_routing` needs a server with --enable-return-routed-experts.
 
     Raises ValueError for top-p or top-k: their log-probs would not be those of the sampled distribution.
     """
@@ -34,6 +38,7 @@ def build_generate_body(request: GenerationRequest) -> dict[str, Any]:
         "input_ids": list(request.token_ids),
         "sampling_params": {**_sampling_params(request.sampling), "sampling_seed": _to_int64(request.seed)},
         "return_logprob": True,
+        **({"return_routed_experts": True} if return_routing else {}),
     }
 
 
@@ -47,8 +52,11 @@ def build_score_body(token_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def to_segments(engine: str, reply: Mapping[str, Any]) -> tuple[RolloutSegment, ...]:
-    """The segments of one answer, one per weight version; all but the last end with SWITCH.
+def to_segments(
+    engine: str, reply: Mapping[str, Any], routing: RoutingShape | None = None
+) -> tuple[RolloutSegment, ...]:
+    """The segments of one answer, one per weight version; all but the last end with SWITCH. With `routing`, they tell the
+    experts of every token (see `RolloutSegment.experts`).
 
     An answer that was aborted before its first token is one empty segment. Raises EngineReplyError if the reply does
     not hold one log-prob per token, or its version spans do not cover the tokens in order.
@@ -61,10 +69,39 @@ def to_segments(engine: str, reply: Mapping[str, Any]) -> tuple[RolloutSegment, 
         raise EngineReplyError(f"engine {engine}: finish_reason {kind!r}, expected one of {sorted(_FINISH_REASONS)}")
     bounds, versions = _version_spans(engine, meta, len(token_ids))
     reasons = [FinishReason.SWITCH] * (len(versions) - 1) + [_FINISH_REASONS[kind]]
+    experts: list[np.ndarray | None] = [None] * len(versions)
+    if routing is not None and token_ids:
+        rows = to_experts(engine, meta.get("routed_experts"), routing)
+        before = len(rows) - len(token_ids)  # of the request's tokens, all but the last
+        if before < 0:
+            raise EngineReplyError(f"engine {engine}: {len(token_ids)} tokens but routed experts for {len(rows)}")
+        experts = [rows[before + start if start else 0 : before + end] for start, end in pairwise(bounds)]
     return tuple(
-        RolloutSegment(tuple(token_ids[start:end]), tuple(logprobs[start:end]), version, reason)
-        for (start, end), version, reason in zip(pairwise(bounds), versions, reasons, strict=True)
+        RolloutSegment(tuple(token_ids[start:end]), tuple(logprobs[start:end]), version, reason, rows)
+        for (start, end), version, reason, rows in zip(pairwise(bounds), versions, reasons, experts, strict=True)
     )
+
+
+def to_experts(engine: str, text: object, routing: RoutingShape) -> np.ndarray:
+    """The experts [request + answer - 1 tokens, layers, k] of `meta_info.routed_experts`: base64 of int32, global ids.
+
+    Raises EngineReplyError when they are missing, or are not those of this model.
+    """
+    if not isinstance(text, str):
+        raise EngineReplyError(f"engine {engine}: no routed experts; start the server with --enable-return-routed-experts")
+    flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+    if flat.size % (routing.num_layers * routing.top_k):
+        sizes = f"{routing.num_layers} layers x {routing.top_k} experts"
+        raise EngineReplyError(f"engine {engine}: {flat.size} routed experts, expected a multiple of {sizes}")
+    wide = flat.reshape(-1, routing.num_layers, routing.top_k)
+    chosen = wide[:, routing.first_moe_layer :]
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < routing.num_experts):
+        raise EngineReplyError(
+            f"engine {engine}: routed experts {chosen.min()} to {chosen.max()}, expected 0 to {routing.num_experts - 1}"
+        )
+    experts = routing.empty(len(wide))
+    experts[:, routing.first_moe_layer :] = chosen
+    return experts
 
 
 def to_scores(engine: str, token_ids: Sequence[int], reply: Mapping[str, Any]) -> list[float]:

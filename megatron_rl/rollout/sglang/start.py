@@ -73,4 +73,5 @@ def start_engine(
         request_timeout_s=section.request_timeout_s,
         server=server,
         receiver_dir=receiver_dir,
+        routing=model.routing,
     )

@@ -93,6 +93,19 @@ def test_packed_arrays_are_the_samples_one_after_another() -> None:
     assert micro.rewards_S.tolist() == [np.float32(first.reward), np.float32(second.reward)]
 
 
+def test_experts_are_packed_like_tokens_and_unknown_where_a_sample_has_none() -> None:
+    first, second, third = make_samples(3)
+    routed = [
+        replace(sample, experts_LYK=np.full((len(sample.token_ids_L), 2, 1), number, dtype=np.uint8))
+        for number, sample in enumerate((first, second))
+    ]
+    micro = build_microbatch([*routed, third], [1, 2, 0])
+    lengths = [len(sample.token_ids_L) for sample in (second, third, first)]
+    assert micro.experts_TYK is not None and micro.experts_TYK.shape == (sum(lengths), 2, 1)
+    assert micro.experts_TYK[:, 1, 0].tolist() == np.repeat([1, 255, 0], lengths).tolist()
+    assert build_microbatch([first], [0]).experts_TYK is None and build_microbatch(routed, []).experts_TYK is None
+
+
 def test_an_empty_microbatch_has_empty_arrays_of_the_right_types() -> None:
     empty = build_microbatch(make_samples(2), [])
     assert (empty.num_sequences, empty.num_tokens) == (0, 0)

@@ -76,3 +76,34 @@ def test_shapes_must_agree(group: TrajectoryGroup) -> None:
         build_samples([group], [[0.0, 0.0], [1.0]], mask_truncated=False)
     with pytest.raises(ValueError, match="group g0: 2 trajectories but 1 advantages"):
         build_samples([group], [[0.0]], mask_truncated=False)
+
+
+def with_experts(segment: RolloutSegment, rows: list[int]) -> RolloutSegment:
+    """One layer, one expert: the row's number."""
+    return replace(segment, experts=np.array(rows, dtype=np.uint8).reshape(-1, 1, 1))
+
+
+def test_experts_are_those_of_the_version_that_sampled_the_next_token() -> None:
+    """Prompt of 3; two segments in one answer of the engine, then a request of its own, which brings rows for everything."""
+    first = with_experts(make_segment((1, 2), 7, FinishReason.SWITCH), [10, 11, 12, 13])
+    second = with_experts(make_segment((3,), 8, FinishReason.ABORT), [24])
+    third = with_experts(make_segment((4, 5), 9, FinishReason.STOP), [90, 91, 92, 93, 94, 35, 36])
+    trajectory = make_trajectory("t0", [first, second, third])
+    (sample,) = build_samples([TrajectoryGroup("g0", PROMPT, (trajectory,))], [[0.0]], mask_truncated=False)
+    assert sample.experts_LYK is not None and sample.experts_LYK.dtype == np.uint8
+    assert sample.experts_LYK[:, 0, 0].tolist() == [10, 11, 12, 13, 24, 35, 36, 255]
+
+
+def test_missing_experts_are_unknown_and_too_few_are_refused() -> None:
+    first = make_segment((1, 2), 7, FinishReason.SWITCH)
+    second = with_experts(make_segment((3, 4), 8, FinishReason.STOP), [24, 25])
+    group = TrajectoryGroup("g0", PROMPT, (make_trajectory("t0", [first, second]),))
+    (sample,) = build_samples([group], [[0.0]], mask_truncated=False)
+    assert sample.experts_LYK is not None
+    assert sample.experts_LYK[:, 0, 0].tolist() == [255] * 4 + [24, 25, 255]
+    empty = make_trajectory("t1", [make_segment((), 7, FinishReason.ABORT)])
+    (none,) = build_samples([TrajectoryGroup("g0", PROMPT, (empty,))], [[0.0]], mask_truncated=False)
+    assert none.experts_LYK is None
+    short = make_trajectory("t2", [with_experts(first, [10, 11, 12])])
+    with pytest.raises(ValueError, match="trajectory t2: segment 0 has routed experts for 3 tokens, expected at least 4"):
+        build_samples([TrajectoryGroup("g0", PROMPT, (short,))], [[0.0]], mask_truncated=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.layout.checks import check_engine_layout, check_trainer_layout
+from megatron_rl.layout.checks import check_engine_layout, check_router_replay, check_trainer_layout
 from megatron_rl.model_families.registry import FAMILIES
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
@@ -27,6 +27,11 @@ MOE, DENSE = FAMILIES["qwen3_moe"].debug_dims, FAMILIES["llama"].debug_dims
 def test_layouts_that_do_not_divide_the_model_are_named(dims, layout, key, reason):
     problems = check_trainer_layout(dims, layout)
     assert any(path == key and reason in text for path, text in problems), problems
+
+
+def test_replay_needs_a_router():
+    assert check_router_replay(DENSE, "r3")[0][0] == "algorithm.router_replay"
+    assert check_router_replay(DENSE, "off") == check_router_replay(MOE, "r2") == []
 
 
 def test_the_key_is_that_of_the_section():

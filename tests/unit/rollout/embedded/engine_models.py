@@ -138,10 +138,12 @@ def build_engine(
     num_slots: int = 8,
     max_context: int = 64,
     stop_token_ids: tuple[int, ...] = (),
+    returns_routing: bool = False,
 ) -> EmbeddedEngine:
     engine = EmbeddedEngine(
-        dims, tp, torch.float32, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids
-    )
+        dims, tp, torch.float32, num_slots=num_slots, max_context=max_context, stop_token_ids=stop_token_ids,
+        returns_routing=returns_routing,
+    )  # fmt: skip
     fill(engine.weights, model)
     return engine
 

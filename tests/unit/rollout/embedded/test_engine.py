@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine, EngineClosedError
@@ -53,6 +54,13 @@ async def update(engine: EmbeddedEngine, model: PreTrainedModel, version: int) -
     await engine.load_weights({"phase": "begin"})
     fill(engine.weights, model)
     assert await engine.load_weights({"phase": "commit", "version": version}) == version
+
+
+def experts_of(model: PreTrainedModel, token_ids: Sequence[int]) -> np.ndarray:
+    """What transformers' routers choose, [L, layers, k], best first."""
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+    return torch.stack([layer.topk(MOE.top_k, dim=-1).indices for layer in logits], dim=1).numpy()
 
 
 async def answers_of(model: PreTrainedModel, items: list[GenerationRequest]) -> list[tuple[RolloutSegment, ...]]:
@@ -171,7 +179,7 @@ def test_abort_returns_what_there_is_and_the_rest_continues_it(old_model: PreTra
 def test_retract_continues_as_a_fresh_engine_with_the_new_weights(
     old_model: PreTrainedModel, new_model: PreTrainedModel
 ) -> None:
-    engine = build_engine(old_model, MOE, tp=2)
+    engine = build_engine(old_model, MOE, tp=2, returns_routing=True)
 
     async def scenario() -> None:
         gate = StepGate(engine, 5)
@@ -191,8 +199,12 @@ def test_retract_continues_as_a_fresh_engine_with_the_new_weights(
             prefix = item.token_ids + before.token_ids
             rest = request("fresh", prefix, item.seed, 12 - len(before.token_ids))
             ((fresh,),) = await answers_of(new_model, [rest])
-            assert fresh.token_ids == after.token_ids
+            assert fresh.token_ids == after.token_ids and fresh.experts is None
             np.testing.assert_allclose(fresh.logprobs, after.logprobs, atol=1e-5)
+            sequence, border = prefix + after.token_ids, len(prefix) - 1
+            assert before.experts is not None and after.experts is not None
+            np.testing.assert_array_equal(before.experts, experts_of(old_model, sequence)[:border])
+            np.testing.assert_array_equal(after.experts, experts_of(new_model, sequence)[border:-1])
 
     drive(engine, scenario)
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl.config.sections import SglangSection
 from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER, EnginePlace, ServedModel, ServerLaunch, plan_launch
+from megatron_rl.types.routing import RoutingShape
 
 CPU = EnginePlace(port=4321, cpu_cores=(4, 5, 6, 7, 9))
 GPU = EnginePlace(host="10.0.0.3", port=4321, device="cuda")
@@ -37,7 +38,9 @@ def test_command_and_caps():
     assert options["--sleep-on-idle"] == [] and options["--enable-deterministic-inference"] == []
     assert options["--custom-weight-loader"] == [CUSTOM_LOADER]
     assert options["--dtype"] == ["bfloat16"] and options["--weight-version"] == ["0"]
-    assert "--nnodes" not in options
+    assert "--nnodes" not in options and "--enable-return-routed-experts" not in options
+    routing = RoutingShape(num_layers=3, top_k=2, num_experts=9)
+    assert options_of(plan(SglangSection(), routing=routing))["--enable-return-routed-experts"] == []
 
 
 def test_expert_parallelism_is_passed_on():

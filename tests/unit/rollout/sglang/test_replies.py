@@ -1,5 +1,7 @@
+import base64
 import copy
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_rl.rollout.sglang.errors import EngineReplyError
 from megatron_rl.rollout.sglang.replies import build_generate_body, build_score_body, to_load, to_scores, to_segments
 from megatron_rl.types.rollout import EngineLoad, FinishReason, GenerationRequest, SamplingParams
+from megatron_rl.types.routing import RoutingShape
 
 
 def make_reply(num_tokens=5, spans=(("7", 0, 3), ("8", 3, 5)), kind="stop"):
@@ -51,6 +54,45 @@ def test_seeds_fit_64_bits_and_keep_the_low_ones(seed):
 def test_cut_distributions_are_refused_with_the_reason(cut):
     with pytest.raises(ValueError, match=r"rollout\.sampling.*full distribution"):
         build_generate_body(request(**cut))
+
+
+SHAPE = RoutingShape(num_layers=3, top_k=2, num_experts=9, first_moe_layer=1)
+
+
+def encoded(experts):
+    return base64.b64encode(experts.astype(np.int32).tobytes()).decode()
+
+
+def experts_text(num_rows):
+    """Row r, layer y, choice k: (r + 2 y + k) % 9; the dense layer holds what nobody should read."""
+    experts = (np.arange(num_rows)[:, None, None] + 2 * np.arange(3)[:, None] + np.arange(2)) % 9
+    experts[:, 0] = -1
+    return encoded(experts)
+
+
+def test_experts_go_to_the_segment_whose_tokens_they_led_to():
+    reply = make_reply()
+    reply["meta_info"]["routed_experts"] = experts_text(3 + 5 - 1)  # a request of 3 tokens
+    first, second = to_segments("e", reply, SHAPE)
+    assert first.experts.dtype == np.uint8 and first.experts.shape == (3 + 3 - 1, 3, 2) and second.experts.shape == (2, 3, 2)
+    assert first.experts[:, 1, 0].tolist() == [2, 3, 4, 5, 6] and second.experts[:, 1, 0].tolist() == [7, 8]
+    assert set(first.experts[:, 0].ravel()) == {255}
+    assert to_segments("e", make_reply())[0].experts is None
+    assert build_generate_body(request(), return_routing=True)["return_routed_experts"] is True
+    assert "return_routed_experts" not in build_generate_body(request())
+
+
+def test_experts_that_cannot_be_are_refused():
+    reply = make_reply()
+    for text, reason in [
+        (None, "enable-return-routed-experts"),
+        (experts_text(4), "5 tokens but routed experts for 4"),
+        (encoded(np.arange(7)), "7 routed experts, expected a multiple of 3 layers"),
+        (encoded(np.full(42, 9)), "9 to 9, expected 0 to 8"),
+    ]:
+        reply["meta_info"]["routed_experts"] = text
+        with pytest.raises(EngineReplyError, match=reason):
+            to_segments("e", reply, SHAPE)
 
 
 def test_one_segment_per_version():
