@@ -149,7 +149,8 @@ def _environment(section: SglangSection, place: EnginePlace, receiver_dir: Path)
             "PYTHONPATH": str(CPU_LAYER_PATH),
             "SGLANG_USE_CPU_ENGINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # more threads than cores fight: ten times slower
+            # More threads than cores fight: ten times slower.
+            "OMP_NUM_THREADS": str(max(len(place.cpu_cores) // ranks_here, 1)),
             "TORCHDYNAMO_DISABLE": "1",  # its C++ and Triton back ends are not there
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(place.cpu_cores, ranks_here)),
         }

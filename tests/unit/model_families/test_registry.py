@@ -111,12 +111,12 @@ def check_partition(family, rule, dims, tp, side):
     vocab_multiple = 3 if side == "megatron" else 16
     padded = padded_vocab(dims, tp, 3) if side == "megatron" else -(-dims.vocab_size // 16) * 16
     padded = -(-padded // tp) * tp
-    rows, cols = local_matrix_shape(family, rule, dims, tp, padded, engine=side == "engine")
+    height, width = local_matrix_shape(family, rule, dims, tp, padded, engine=side == "engine")
     offset = rule.engine_offset(dims) if rule.engine_offset and side == "engine" else 0
     boxes_of = megatron_boxes if side == "megatron" else engine_boxes
     seen = [np.zeros(matrix_shape(family.shape_of(n, dims)), dtype=int) for n in rule.hf_names]
     for rank in range(tp):
-        local = np.zeros((offset + rows, cols), dtype=int)
+        local = np.zeros((offset + height, width), dtype=int)
         for component in range(len(rule.hf_names)):
             for box in boxes_of(family, rule, component, dims, tp, rank, vocab_multiple):
                 rows = slice(box.local_row, box.local_row + box.num_rows)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_rl.platforms.cpu_bf16 import enable_fp32_products_of_bf16, lacks_bf16_units
+from megatron_rl.rollout.sglang.cpu_layer.attention import batched_decode, batched_extend
 
 CHECKED_VERSION = "0.5.23"
 _MASK_32 = 0xFFFFFFFF
@@ -106,6 +107,18 @@ PATCHES = (
         "REPLACE",
         murmur_hash32,
         "sampling_seed hashes with a kernel of sgl_kernel",
+    ),
+    Patch(
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
+        "AROUND",
+        batched_decode,
+        "a loop over sequences, most of a decode step",
+    ),
+    Patch(
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+        "AROUND",
+        batched_extend,
+        "the same loop in prefill",
     ),
 )
 

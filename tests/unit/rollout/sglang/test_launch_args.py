@@ -103,11 +103,11 @@ def test_an_engine_over_nodes_has_one_command_per_node():
 
 def test_cpu_environment():
     env = plan(SglangSection(tp_size=2)).env
-    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == "" and env["OMP_NUM_THREADS"] == "1"
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == "" and env["OMP_NUM_THREADS"] == "2"
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
     assert (Path(env["PYTHONPATH"]) / "sitecustomize.py").is_file()
     crowded = plan(SglangSection(tp_size=3), EnginePlace(port=1, cpu_cores=(2, 8)))
-    assert crowded.env["SGLANG_CPU_OMP_THREADS_BIND"] == "2|8|2"
+    assert crowded.env["SGLANG_CPU_OMP_THREADS_BIND"] == "2|8|2" and crowded.env["OMP_NUM_THREADS"] == "1"
     with pytest.raises(ValueError, match="cpu_cores"):
         plan(SglangSection(), EnginePlace(port=1))
 
