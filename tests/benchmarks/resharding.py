@@ -7,9 +7,9 @@ that a busy machine slows all of them; figures are medians. `gather_broadcast` i
 parameter over TP and EP, broadcast whole tensors in buckets, one pipeline stage after another. `per_slice` sends each box
 as one gloo message. `gloo_ceiling`: four pairs send a quarter of the bytes each. `memcpy`: each engine rank copies its
 bytes once. `p2p` and `shm` are the library's own sync; both also run with digests on both sides (`*_verified`). A time is
-the last rank's end minus the first rank's start on CLOCK_MONOTONIC. `bit_exact`: after each of the library's syncs every
-engine parameter equals the slice of the Hugging Face tensor. The delta figures are of real Adam steps at learning rate
-1e-6 in steady state, in GB of weights per CPU-second of one core.
+the last rank's end minus the first rank's start on CLOCK_MONOTONIC. `bit_exact`: in the last round, after every contestant
+that moves weights, every engine parameter equals the slice of the Hugging Face tensor. The delta figures are of real Adam
+steps at learning rate 1e-6 in steady state, in GB of weights per CPU-second of one core.
 """
 
 from __future__ import annotations

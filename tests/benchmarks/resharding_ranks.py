@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import secrets
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -272,6 +273,7 @@ def prepare_sync(rank: Rank, addresses: Sequence[tuple[str, int]], transport: An
 
 def rank_main(number: int, port: int, rounds: int, is_small: bool, barrier: Any, results: Any) -> None:
     try:
+        _end_with(os.getppid())
         torch.set_num_threads(1)
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=number, world_size=NUM_RANKS)
@@ -310,7 +312,7 @@ def _run_rank(rank: Rank, rounds: int, barrier: Any) -> dict[str, Any]:
             announce, run = runs[name]
             moves_weights = name not in ("gloo_ceiling", "memcpy")
             version = 100 * round_number + turn
-            checks = round_number in (0, rounds) and moves_weights
+            checks = round_number == rounds and moves_weights
             if checks and rank.is_trainer:
                 rank.load(version)
             announce()
@@ -322,6 +324,13 @@ def _run_rank(rank: Rank, rounds: int, barrier: Any) -> dict[str, Any]:
             if checks and not rank.is_trainer:
                 is_exact = is_exact and rank.holds(version)
     return {"spans": spans, "bit_exact": is_exact}
+
+
+def _end_with(parent: int) -> None:
+    """The kernel ends this rank when the benchmark's process ends, however that comes."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _nothing() -> None:
