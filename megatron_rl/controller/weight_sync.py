@@ -51,7 +51,7 @@ class WeightSync:
         self._receivers = [ReceiverControl(r, a, key, section.timeout_s) for r, a in enumerate(addresses)]
         self._dtypes: Mapping[str, str] | None = None
         self._next_version = 0
-        self._pause_mode = section.pause_mode or "retract"
+        self._pause_mode: str = section.pause_mode or "retract"
 
     async def publish(self, pause_mode: str | None = None) -> PolicyVersion:
         """Sync once; `pause_mode` None: `sync.pause_mode`. Raises SyncError within `sync.timeout_s`."""
