@@ -40,7 +40,7 @@ def one_rank_model(dims: ModelDims, dtype: torch.dtype) -> Iterator[PolicyModel]
             **plan_transformer_config(dims, trainer, ONE_RANK, dtype, on_cpu=True, transformer_engine=False)
         )
         (model,) = build_model_chunks(
-            config, dims, dims.vocab_size, transformer_engine=False, device=platform.device
+            PolicyModel, config, dims, dims.vocab_size, transformer_engine=False, device=platform.device
         )
         yield model
     finally:
