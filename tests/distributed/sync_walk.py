@@ -183,6 +183,7 @@ def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_layout: 
         dtype="fp32",
         section=TrainerSection(optimizer=OptimizerSection(learning_rate=3e-3)),
         algorithm=AlgorithmSection(),
+        critic=None,
         sync=SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000),
         layout=layout,
         engine_layout=engine_layout,

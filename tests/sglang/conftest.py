@@ -124,7 +124,7 @@ def started(
     receiver_key = secrets.token_bytes(32)
     create_receiver_dir(directory / "receivers", receiver_key)
     engine = start_engine(
-        f"tp{section.tp_size}",
+        "shared",
         section,
         EnginePlace(cpu_cores=tuple(sorted(os.sched_getaffinity(0)))),
         ServedModel(sys.executable, str(model), "fp32", MAX_CONTEXT, load_format, routing),
