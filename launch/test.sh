@@ -23,14 +23,16 @@ run=(.venv/bin/python -m pytest -m "not gpu and not slow" --durations=15)
 # tests count.
 services_log=$(mktemp)
 trap 'rm -f "$services_log"' EXIT
-"${run[@]}" tests/e2e tests/sglang tests/slurm >"$services_log" 2>&1 &
+layouts=tests/distributed/test_layouts.py
+second=(tests/e2e tests/sglang tests/slurm tests/distributed "--ignore=$layouts")
+"${run[@]}" "${second[@]}" >"$services_log" 2>&1 &
 services=$!
 trap 'kill -INT "$services" 2>/dev/null || true; wait "$services" || true; rm -f "$services_log"' INT TERM
 failed=0
 .venv/bin/ruff check . || failed=$?
 .venv/bin/mypy || failed=$?
-"${run[@]}" tests/architecture tests/unit tests/golden tests/distributed || failed=$?
-echo "== tests/e2e tests/sglang tests/slurm" >&2
+"${run[@]}" tests/architecture tests/unit tests/golden "$layouts" || failed=$?
+echo "== ${second[*]}" >&2
 tail --lines=+1 --follow --pid="$services" "$services_log" || true
 wait "$services" || failed=$?
 exit "$failed"
