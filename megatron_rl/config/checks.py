@@ -36,6 +36,8 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_layout_sizes(config.trainer.layout, "trainer.layout")
     if config.critic.layout is not None:
         problems += check_layout_sizes(config.critic.layout, "critic.layout")
+    if config.algorithm.reference.layout is not None:
+        problems += check_layout_sizes(config.algorithm.reference.layout, "algorithm.reference.layout")
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)

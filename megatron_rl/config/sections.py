@@ -1,5 +1,5 @@
 """The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking, deriving live beside
-(the objective's own sections too: `config.algorithm_sections`).
+(the objective's own sections too: `config.algorithm_sections`; a layout's: `config.layout_section`).
 
 `None` means "derive it" (see `config.resolve`) or "off", as each docstring says. Counts are `num_*`; units stand in
 names.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.layout_section import LayoutSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,22 +216,6 @@ class RolloutSection:
     """None: as `sampling`."""
     embedded: EmbeddedSection = field(default_factory=EmbeddedSection)
     sglang: SglangSection = field(default_factory=SglangSection)
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutSection:
-    """Megatron parallel sizes. `dp` None: num_ranks / (tp * cp * pp). `etp` None: `tp` when `ep` is 1, else 1."""
-
-    tp: int = 1
-    pp: int = 1
-    virtual_pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    dp: int | None = None
-    num_ranks: int = 1
-    layers_per_chunk: tuple[int, ...] | None = None
-    """Layers of every model chunk in pipeline order (chunk v of stage p is entry v * pp + p); None: evenly."""
 
 
 @dataclass(frozen=True, slots=True)

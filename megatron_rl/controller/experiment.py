@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import build_algorithm
@@ -19,14 +21,14 @@ from megatron_rl.config.sections import (
     RolloutSection,
     SamplingSection,
 )
-from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, TrainerActor
+from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, ReferenceActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoop
-from megatron_rl.controller.model_setup import DTYPES, ModelSetup
+from megatron_rl.controller.model_setup import DTYPES, ModelSetup, reference_model
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.probe import WeightProbe
-from megatron_rl.controller.remote import CriticGroup, PolicyAndCritic, RankGroup, RemoteEngine, TrainerGroup
+from megatron_rl.controller.remote import CriticGroup, RankGroup, ReferenceGroup, RemoteEngine, RoleGroups, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.schedule import build_producer
 from megatron_rl.controller.scoring import Scoring
@@ -61,9 +63,12 @@ class Experiment:
         self._critic = config.critic if "values" in self._algorithm.needs else None
         check_engine_is_served(config.rollout)
         self._layout = trainer_layout(config.trainer.layout)
-        self._critic_layout = None
+        self._critic_layout = self._reference_layout = None
         if self._critic is not None and self._critic.layout is not None:
             self._critic_layout = trainer_layout(self._critic.layout)
+        reference = config.algorithm.reference
+        if "ref_logprobs" in self._algorithm.needs and reference.layout is not None:
+            self._reference_layout = trainer_layout(reference.layout)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
@@ -79,10 +84,10 @@ class Experiment:
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
         score = Scoring(config.rollout.rewards, data.reward_names, self._tokenizer.decode)
-        num_critic_ranks = 0 if self._critic_layout is None else self._critic_layout.world_size
+        layouts = self._layout, self._critic_layout, self._reference_layout
         plan = plan_bundles(
             config.cluster,
-            self._layout.world_size + num_critic_ranks,
+            sum(layout.world_size for layout in layouts if layout is not None),
             config.rollout.num_engines,
             self._engine_layout.tp,
             nodes_per_engine=engine_nodes(config.rollout),
@@ -95,11 +100,13 @@ class Experiment:
         try:
             trainers = self._create_trainers(cluster)
             critic = None if self._critic_layout is None else self._create_critic(cluster, self._critic_layout)
+            reference = None if self._reference_layout is None else self._create_reference(cluster, self._reference_layout)
             engines += self._create_engines(cluster)
-            if self._critic_layout is not None:
-                logger.info("%d critic ranks (%s)", self._critic_layout.world_size, _sizes(self._critic_layout))
-            groups = [trainers] if critic is None else [trainers, critic]
+            groups = [group for group in (trainers, critic, reference) if group is not None]
             shares_prompts, addresses = await self._start(groups, engines)
+            for kind, layout in (("critic", self._critic_layout), ("reference", self._reference_layout)):
+                if layout is not None:
+                    logger.info("%d %s ranks (%s)", layout.world_size, kind, _sizes(layout))
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
@@ -108,9 +115,10 @@ class Experiment:
             probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
             weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
             batcher = Batcher(
-                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
-            )
-            roles = trainers if critic is None else PolicyAndCritic(trainers, critic, self._critic_start(trainers))
+                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, self._reference_layout,
+                shares_prompts=shares_prompts,
+            )  # fmt: skip
+            roles = trainers if len(groups) == 1 else self._role_groups(trainers, critic, reference)
             await self._training_loop(data, score, engines, roles, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
                 await self._export(trainers, "final")
@@ -191,15 +199,40 @@ class Experiment:
         ]
         return CriticGroup(actors, layout, cluster.logs)
 
-    def _critic_start(self, trainers: TrainerGroup) -> Callable[[], Awaitable[str]] | None:
-        """How a critic on ranks of its own gets the policy's weights; None where it has its first ones already."""
-        if self._config.critic.path is not None or self._config.trainer.warm_start.num_steps == 0:
-            return None
+    def _create_reference(self, cluster: Cluster, layout: ParallelLayout) -> ReferenceGroup:
+        """The reference's ranks, in the bundles behind the critic's."""
+        model = reference_model(self._config.algorithm.reference, self._model)
+        setup = replace(self._worker_setup(cluster, layout, None), model=model)
+        first = self._layout.world_size + (0 if self._critic_layout is None else self._critic_layout.world_size)
+        python = self._config.cluster.trainer_python
+        actors = [
+            cluster.create(ReferenceActor, f"reference-{rank}", first + rank, python, setup, rank)
+            for rank in range(layout.world_size)
+        ]
+        return ReferenceGroup(actors, layout, cluster.logs)
 
-        async def export() -> str:
-            return str(await self._export(trainers, "critic_start"))
+    def _role_groups(
+        self, trainers: TrainerGroup, critic: CriticGroup | None, reference: ReferenceGroup | None
+    ) -> RoleGroups:
+        """The policy's ranks together with those of the other roles, which get its weights through a folder."""
+        config = self._config
 
-        return export
+        async def load_policy(group: CriticGroup | ReferenceGroup) -> None:
+            folder = await self._export(trainers, "for_other_ranks")
+            try:
+                await group.load_policy(str(folder))
+            finally:
+                await asyncio.to_thread(shutil.rmtree, folder)
+
+        return RoleGroups(
+            trainers,
+            critic,
+            reference,
+            load_policy,
+            critic_starts_anew=config.critic.path is None and config.trainer.warm_start.num_steps > 0,
+            is_teacher=config.algorithm.reference.path is not None,
+            refresh_interval=config.algorithm.reference.refresh_interval,
+        )
 
     def _worker_setup(self, cluster: Cluster, layout: ParallelLayout, critic: CriticSection | None) -> WorkerSetup:
         config = self._config
