@@ -6,18 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
+ENGINE_PARTS = ("kv_cache", "weights", "cuda_graph")
+TRAINER_STATES = ("parameters", "gradients", "optimizer")
+"""What each side holds on a GPU."""
+
 
 class Move(StrEnum):
     """What is done to trainers and engines, in the order of one turn."""
 
-    RELEASE_ENGINES = "engines release kv_cache, weights, cuda_graph"
-    ONLOAD_TRAINERS = "trainers onload parameters, gradients, optimizer"
-    TRAIN = "trainers train"
-    OFFLOAD_OPTIMIZER = "trainers offload gradients, optimizer"
-    RESUME_WEIGHTS = "engines resume weights"
+    RELEASE_ENGINES = "release_engines"
+    """Engines give up everything; nothing of theirs runs."""
+    ONLOAD_TRAINERS = "onload_trainers"
+    """Trainers take everything."""
+    TRAIN = "train"
+    OFFLOAD_OPTIMIZER = "offload_optimizer"
+    """Trainers give gradients and optimizer up: what is left of them is what a sync sends."""
+    RESUME_WEIGHTS = "resume_weights"
+    """Engines take memory for weights, to be filled."""
     SYNC = "sync"
-    OFFLOAD_PARAMETERS = "trainers offload parameters"
-    RESUME_CACHE = "engines resume kv_cache, cuda_graph"
+    OFFLOAD_PARAMETERS = "offload_parameters"
+    RESUME_CACHE = "resume_cache"
+    """Engines take KV cache and graphs."""
 
 
 _NEXT: dict[Move, frozenset[Move]] = {
@@ -47,6 +56,11 @@ class Colocation:
     def are_trainers_up(self) -> bool:
         """Whether the trainers hold everything that training needs."""
         return self._last in (Move.ONLOAD_TRAINERS, Move.TRAIN)
+
+    @property
+    def awaits_sync(self) -> bool:
+        """Whether both sides hold weights, and nothing else: a sync is next, also after one that failed."""
+        return self._last is Move.RESUME_WEIGHTS
 
     @contextmanager
     def move(self, move: Move, num_running: int = 0) -> Iterator[None]:

@@ -43,6 +43,7 @@ def test_every_other_order_and_every_release_of_what_runs_is_refused(wishes):
             with pytest.raises(ColocationError):
                 take(machine, move, num_running)
         assert machine.are_trainers_up == (re.search(r"OT*$", taken) is not None)
+        assert machine.awaits_sync == taken.endswith("W")
 
 
 def test_a_move_that_failed_may_be_tried_again_and_nothing_else():
@@ -51,7 +52,7 @@ def test_a_move_that_failed_may_be_tried_again_and_nothing_else():
     with pytest.raises(OSError, match="lost"), machine.move(Move.ONLOAD_TRAINERS):
         raise OSError("lost")
     for other in set(Move) - {Move.ONLOAD_TRAINERS}:
-        with pytest.raises(ColocationError, match="expected 'trainers onload"):
+        with pytest.raises(ColocationError, match="expected 'onload_trainers'"):
             take(machine, other)
     take(machine, Move.ONLOAD_TRAINERS)
     assert machine.are_trainers_up
