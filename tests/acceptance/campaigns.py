@@ -190,6 +190,11 @@ def sglang_places() -> bool:
     return _slow_tests("sglang_places", "tests/sglang/test_whole_runs.py")
 
 
+def sync_kills() -> bool:
+    """A trainer, an engine or a connection is struck at many moments of a sync: no engine serves a mixture, nothing hangs."""
+    return _slow_tests("sync_kills", "tests/distributed/test_sync_kills.py")
+
+
 def _slow_tests(name: str, path: str) -> bool:
     status = pytest.main(["-v", "-s", "-m", "slow", "--import-mode=importlib", str(ROOT / path)])
     return report(name, {"revision": git_revision()}, passed=status == 0)
@@ -205,6 +210,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "slurm": slurm,
     "sglang_tp1": sglang_tp1,
     "sglang_places": sglang_places,
+    "sync_kills": sync_kills,
 }
 
 
