@@ -248,12 +248,16 @@ class SyncSection:
 class ClusterSection:
     """Where processes run. `trainer_python` / `engine_python` None: this interpreter."""
 
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """`disaggregated`: trainers and engines have bundles of their own. `colocated`: they share bundles and GPUs and take
+    turns; each gives its memory up while the other works."""
     ray_address: str | None = None
     """None: RAY_ADDRESS if set, else a local Ray."""
     trainer_python: str | None = None
     engine_python: str | None = None
     gpus_per_trainer_rank: float = 0.0
     gpus_per_engine_rank: float = 0.0
+    """Colocated: the trainer's GPUs, so the same number."""
     start_timeout_s: float = 300.0
 
 

@@ -32,6 +32,7 @@ from megatron_rl.controller.schedule import build_producer
 from megatron_rl.controller.scoring import Scoring
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 from megatron_rl.controller.stop_signals import cancelled_by_signals
+from megatron_rl.controller.turns import ColocatedTrainers, Turns
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.generate.function import load_function
+from megatron_rl.scheduling.colocation import TRAINER_STATES
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.layout import ParallelLayout
@@ -101,20 +103,27 @@ class Experiment:
             if self._critic_layout is not None:
                 logger.info("%d critic ranks (%s)", self._critic_layout.world_size, _sizes(self._critic_layout))
             groups = [trainers] if critic is None else [trainers, critic]
-            shares_prompts, addresses = await self._start(groups, engines)
+            shares_prompts, addresses = await self._start(groups, engines, cluster.plan)
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
             )  # fmt: skip
             sync = config.sync
             probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
-            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
+            turns = self._turns(trainers, engines, telemetry) if self._is_colocated else None
+            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe, turns)
             batcher = Batcher(
                 self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
             )
-            roles = trainers if critic is None else PolicyAndCritic(trainers, critic, self._critic_start(trainers))
+            roles: Trainers = trainers
+            if critic is not None:
+                roles = PolicyAndCritic(trainers, critic, self._critic_start(trainers))
+            if turns is not None:
+                roles = ColocatedTrainers(roles, turns)
             await self._training_loop(data, score, engines, roles, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
+                if turns is not None:
+                    await turns.to_trainers()
                 await self._export(trainers, "final")
         finally:
             await score.close()
@@ -122,21 +131,43 @@ class Experiment:
             cluster.close()
             telemetry.close()
 
-    async def _start(self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
-        """Start everything side by side: (whether all ranks can share prompts, the receivers' addresses by engine)."""
+    async def _start(
+        self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine], plan: BundlePlan
+    ) -> tuple[bool, list[Address]]:
+        """Start everything: (whether all ranks can share prompts, the receivers' addresses by engine). Side by side, or
+        where both share GPUs the engines when the trainers have given theirs up."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
+        devices: list[list[str | None]] = [[] for _ in engines]
         try:
             async with scope:
+                starting = asyncio.gather(*(group.start() for group in groups))
+                if self._is_colocated:
+                    await starting
+                    devices = await give_up_gpus(groups, plan)
                 shares_prompts, starts = await asyncio.gather(
-                    asyncio.gather(*(group.start() for group in groups)),
-                    asyncio.gather(*(engine.start() for engine in engines)),
+                    starting, asyncio.gather(*(engine.start(gpus) for engine, gpus in zip(engines, devices, strict=True)))
                 )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
         return all(shares_prompts), [address for start in starts for address in start]
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self._config.cluster.placement == "colocated"
+
+    def _turns(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine], telemetry: Telemetry) -> Turns:
+        sync = self._config.sync
+        return Turns(
+            trainers,
+            engines,
+            pause_mode=sync.pause_mode or "retract",
+            timeout_s=sync.timeout_s,
+            span=telemetry.span,
+            record=telemetry.record,
+        )
 
     def _training_loop(
         self,
@@ -179,7 +210,7 @@ class Experiment:
         setup = self._worker_setup(cluster, self._layout, critic)
         python = self._config.cluster.trainer_python
         actors = [
-            cluster.create(TrainerActor, f"trainer-{rank}", rank, python, setup, rank)
+            cluster.create(TrainerActor, f"trainer-{rank}", cluster.plan.trainers[rank], python, setup, rank)
             for rank in range(self._layout.world_size)
         ]
         return TrainerGroup(actors, self._layout, self._key, cluster.logs)
@@ -189,7 +220,7 @@ class Experiment:
         setup = self._worker_setup(cluster, layout, self._critic)
         python, first = self._config.cluster.trainer_python, self._layout.world_size
         actors = [
-            cluster.create(CriticActor, f"critic-{rank}", first + rank, python, setup, rank)
+            cluster.create(CriticActor, f"critic-{rank}", cluster.plan.trainers[first + rank], python, setup, rank)
             for rank in range(layout.world_size)
         ]
         return CriticGroup(actors, layout, cluster.logs)
@@ -235,14 +266,15 @@ class Experiment:
             start_id=secrets.token_hex(4),
             is_single_node=cluster.is_single_node,
             returns_routing=config.algorithm.router_replay == "r3",
+            is_colocated=self._is_colocated,
         )
         python, engines = config.cluster.engine_python, []
         for number in range(config.rollout.num_engines):
             name = f"engine-{number}"
-            first, *further = cluster.plan.engine_bundles(number)
+            first, *further = cluster.plan.engines[number]
             nodes = [
-                cluster.create(EngineNodeActor, f"{name}-node-{rank}", bundle, python, setup, number, rank)
-                for rank, bundle in enumerate(further, start=1)
+                cluster.create(EngineNodeActor, f"{name}-node-{rank}", place, python, setup, number, rank)
+                for rank, place in enumerate(further, start=1)
             ]
             actor = cluster.create(EngineActor, name, first, python, setup, number)
             engines.append(RemoteEngine(actor, name, cluster.logs, nodes))
@@ -280,6 +312,18 @@ class Experiment:
         self._tokenizer.save(folder)
         logger.info("exported %s", folder)
         return folder
+
+
+async def give_up_gpus(groups: Sequence[RankGroup], plan: BundlePlan) -> list[list[str | None]]:
+    """Free what the trainers hold; per engine and node, the GPUs of the trainer ranks beside it, in rank order (None: those
+    that Ray shows it)."""
+    gpus: list[str | None] = []
+    for group in groups:
+        assert isinstance(group, TrainerGroup), "a critic takes turns with the policy"
+        await group.offload(TRAINER_STATES)
+        gpus += await group.visible_gpus()
+    beside = [[[gpus[rank] for rank in plan.trainers_beside(place)] for place in engine] for engine in plan.engines]
+    return [[",".join(gpu for gpu in node if gpu) or None for node in engine] for engine in beside]
 
 
 async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:

@@ -5,52 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.controller.run_directory import git_revision
-from tests.e2e.runs import ROOT, Run, running
+from tests.e2e.memory import peak_memory
+from tests.e2e.runs import ROOT, running
 from tests.slurm.cluster import SlurmCluster
 
 SEEDS = (1, 2, 3)
 QUICKSTART_LIMIT_S = 480.0
-MEMORY_INTERVAL_S = 3.0
-"""Walking the page tables of all processes costs a tenth of a core when done every second."""
-
-
-@contextmanager
-def peak_memory(run: Run) -> Iterator[list[int]]:
-    """Samples the proportional memory of all processes of a run; the list holds the peak in bytes."""
-    peak, done = [0], threading.Event()
-
-    def sample() -> None:
-        while not done.wait(MEMORY_INTERVAL_S):
-            peak[0] = max(peak[0], sum(_proportional_bytes(pid) for pid in run.processes()))
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
-
-
-def _proportional_bytes(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:  # it ended meanwhile
-        return 0
-    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
 
 
 def train(config: str, seed: int, *overrides: str, timeout_s: float, means: Sequence[str] = ()) -> dict[str, object]:
@@ -58,7 +27,7 @@ def train(config: str, seed: int, *overrides: str, timeout_s: float, means: Sequ
     arguments = (f"run.seed={seed}", "telemetry.progress=plain", *overrides)
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run) as peak:
+        with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run.processes) as peak:
             run.wait_for("trainer ranks (", timeout_s)  # everything is up; the first step begins
             start_s = time.monotonic() - started
             status = run.wait(timeout_s)
@@ -249,6 +218,11 @@ def sglang_places() -> bool:
     return _slow_tests("sglang_places", "tests/sglang/test_whole_runs.py")
 
 
+def sync_kills() -> bool:
+    """A trainer, an engine or a connection is struck at many moments of a sync: no engine serves a mixture, nothing hangs."""
+    return _slow_tests("sync_kills", "tests/distributed/test_sync_kills.py")
+
+
 def _slow_tests(name: str, path: str) -> bool:
     status = pytest.main(["-v", "-s", "-m", "slow", "--import-mode=importlib", str(ROOT / path)])
     return report(name, {"revision": git_revision()}, passed=status == 0)
@@ -265,6 +239,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "slurm": slurm,
     "sglang_tp1": sglang_tp1,
     "sglang_places": sglang_places,
+    "sync_kills": sync_kills,
 }
 
 

@@ -43,6 +43,9 @@ class EnginePlace:
     dist_init_addr: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     cpu_cores: tuple[int, ...] = ()
+    gives_memory_up: bool = False
+    """Whether trainers share its GPUs: SGLang's memory saver then frees what it releases. On CPU nothing is saved and the
+    same calls are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ def plan_launch(
         "enable_deterministic_inference": True,
         "sleep_on_idle": True,
         **(_CPU_ARGS if place.device == "cpu" else {}),
+        **({"enable_memory_saver": True} if place.gives_memory_up and place.device == "cuda" else {}),
         **user_args,
         "device": place.device,
         "model_path": model.path,
