@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.algorithm_checks import check_algorithm, check_overlong_fits
+from megatron_rl.config.generate_path import is_allowed, split_path
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.resolve import derive_etp, derive_max_staleness
+from megatron_rl.config.rollout_sections import GenerateSection
 from megatron_rl.config.sections import (
     AlgorithmSection,
     ClusterSection,
@@ -41,6 +43,7 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
+    problems += check_generate(config.rollout.generate)
     problems += check_schedule(config.run, config.rollout, config.sync)
     problems += check_optimizer(config.trainer.optimizer, "trainer.optimizer")
     problems += check_critic(config.critic, config.algorithm)
@@ -145,6 +148,18 @@ def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Proble
     if len(sglang.receiver_dirs) != len(sglang.urls):
         reason = f"expected one per engine of rollout.sglang.urls ({len(sglang.urls)}), got {len(sglang.receiver_dirs)}"
         yield "rollout.sglang.receiver_dirs", reason
+
+
+def check_generate(generate: GenerateSection) -> Iterator[Problem]:
+    path, key = generate.function, "rollout.generate.function"
+    if path is None:
+        if generate.options:
+            yield "rollout.generate.options", "nothing reads them without rollout.generate.function"
+    elif split_path(path) is None:
+        yield key, f"expected package.module:name, got {path!r}"
+    elif not is_allowed(path, generate.allowed_packages):
+        allowed = ", ".join(generate.allowed_packages)
+        yield key, f"{path} is in none of rollout.generate.allowed_packages ({allowed}); add its package there"
 
 
 def check_schedule(run: RunSection, rollout: RolloutSection, sync: SyncSection) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_rl.config.sections import RolloutSection, RunSection, SyncSection
 from megatron_rl.rollout.collector import Scorer
+from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.rollout.producer import Draw, Producer, ReportingEngine
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.rollout_state import RolloutState
@@ -22,6 +23,7 @@ def build_producer(
     score: Scorer,
     sampling: SamplingParams,
     draw: Draw,
+    function: GenerateFunction | None = None,
 ) -> Producer:
     """`capacities[e]`: the most requests that engine e runs at once."""
     follows_kv = rollout.engine == "sglang" and rollout.sglang.follows_kv_use
@@ -34,6 +36,7 @@ def build_producer(
         run.seed,
         pause_mode=sync.pause_mode,
         windows=[AdmissionWindow(capacity) for capacity in capacities] if follows_kv else (),
+        function=function,
     )
 
 

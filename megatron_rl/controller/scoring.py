@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.config.sections import RewardPoolSection
+from megatron_rl.config.rollout_sections import RewardPoolSection
 from megatron_rl.rewards.registry import load_reward
 from megatron_rl.rollout.reward_pool import RewardPool
 from megatron_rl.types.rollout import Prompt, RewardResult

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_rl.rollout.collector import RolloutStats, Scorer, request_seed
+from megatron_rl.rollout.generate.conversation import Conversation
+from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.rollout.slot_meter import SlotMeter
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.kv import PauseMode, choose_pause_mode
@@ -43,11 +45,15 @@ class ReportingEngine(GenerationEngine, Protocol):
 
 @dataclass(slots=True)
 class _Content:
-    """What a sample says; the scheduler knows its numbers only."""
+    """What a sample says; the scheduler knows its numbers only. With a generate function, `conversation` shares the
+    segments and `program` runs the function."""
 
     prompt: Prompt
     segments: list[RolloutSegment]
     reward: RewardResult | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    conversation: Conversation | None = None
+    program: asyncio.Task[None] | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -73,11 +79,12 @@ class Producer:
         *,
         pause_mode: PauseMode | None,
         windows: Sequence[AdmissionWindow] = (),
+        function: GenerateFunction | None = None,
     ) -> None:
         """`pause_mode` None: decided at each pause. `windows`: one per engine whose number of samples follows its KV
-        cache; empty: the limits of `state` stay."""
+        cache; empty: the limits of `state` stay. `function` None: an answer is one turn."""
         self._engines, self._state, self._score = engines, state, score
-        self._sampling, self._draw, self._seed = sampling, draw, seed
+        self._sampling, self._draw, self._seed, self._function = sampling, draw, seed, function
         self._fixed_pause_mode, self._windows = pause_mode, windows
         self.pause_mode: PauseMode = pause_mode or "retract"
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
@@ -141,7 +148,8 @@ class Producer:
     async def close(self) -> None:
         """End everything that runs."""
         self._is_open = False
-        tasks = [*self._tasks.values(), *self._scoring, *([self._watch] if self._watch else [])]
+        programs = [content.program for content in self._content.values() if content.program]
+        tasks = [*self._tasks.values(), *programs, *self._scoring, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -224,22 +232,54 @@ class Producer:
     async def _run(self, engine: int, sample: SampleWork) -> None:
         """One go of a sample on an engine."""
         name, content = sample.sample_id, self._content[sample.sample_id]
-        limit = self._state.token_limit(sample)
-        request = GenerationRequest(
-            name, content.token_ids, replace(self._sampling, max_new_tokens=limit), request_seed(self._seed, name)
-        )
         try:
+            if self._function is not None and content.program is None:
+                self._begin_program(self._function, sample, content)
+            sampling = self._sampling
+            if content.conversation is not None:
+                await content.conversation.first_turn()
+                sampling = content.conversation.sampling
+            limit = min(self._state.token_limit(sample), sampling.max_new_tokens - _num_turn_tokens(content))
+            request = GenerationRequest(
+                name, content.token_ids, replace(sampling, max_new_tokens=limit), request_seed(self._seed, name)
+            )
             segments = await self._engines[engine].generate(request)
             if self._end(sample, segments, limit):
-                task = asyncio.create_task(self._run_score(sample, content, segments[-1].finish_reason is FinishReason.STOP))
-                self._scoring.add(task)
+                self._begin_score(sample, content, segments[-1].finish_reason is FinishReason.STOP)
             self._start()
         except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
             self._fail(error)
         self._changed.set()
 
+    def _begin_program(self, function: GenerateFunction, sample: SampleWork, content: _Content) -> None:
+        """The generate function of a sample begins with its first place at an engine."""
+
+        def on_asked(num_inserted: int) -> None:
+            if self._content.get(sample.sample_id) is not content:
+                raise asyncio.CancelledError  # it was dropped
+            self._state.on_turn(sample.sample_id, num_inserted)
+            self._start()
+            self._changed.set()  # its budget may be used up, and the phase with it
+
+        content.conversation = Conversation(function, content.prompt, self._sampling, on_asked)
+        content.segments = content.conversation.segments
+        content.program = asyncio.create_task(self._run_program(content.conversation, sample, content))
+
+    async def _run_program(self, conversation: Conversation, sample: SampleWork, content: _Content) -> None:
+        try:
+            answer = await conversation.run()
+            if self._content.get(sample.sample_id) is not content:
+                return  # dropped meanwhile
+            content.metrics = answer.metrics
+            unused = [(s.policy_version, len(s.token_ids)) for s in content.segments if s.is_sampled and not s.has_loss]
+            self._state.on_last_turn(sample.sample_id, unused)
+            self._begin_score(sample, content, answer.is_finished)
+        except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+            self._fail(error)
+        self._changed.set()
+
     def _end(self, sample: SampleWork, segments: Sequence[RolloutSegment], limit: int) -> bool:
-        """Keep what a go gave and tell the scheduler; whether the sample is complete."""
+        """Keep what a go gave and tell the scheduler; whether the sample is complete. A complete turn goes to its function."""
         self._meter.change(-1)
         del self._tasks[sample.sample_id]
         content = self._content[sample.sample_id]
@@ -247,17 +287,24 @@ class Producer:
         num_new = sum(len(segment.token_ids) for segment in segments)
         reason = segments[-1].finish_reason if segments else FinishReason.ABORT
         # An engine whose context is full stops before the limit it was given: nothing more can come.
+        conversation = content.conversation
         has_stopped = reason is FinishReason.STOP or (reason is FinishReason.LENGTH and num_new < limit)
+        if conversation is not None:
+            has_stopped |= conversation.num_turn_tokens >= conversation.sampling.max_new_tokens
         spans = [(segment.policy_version, len(segment.token_ids)) for segment in segments]
-        kept = self._state.on_returned(sample.sample_id, spans, has_stopped)
-        if kept is None:
-            del self._content[sample.sample_id]
+        if self._state.on_returned(sample.sample_id, spans, has_stopped, conversation is None) is None:
+            self._forget(sample)
             return False
-        is_done = sample.state is TrajectoryState.DONE
-        if content.segments:
-            last = reason if has_stopped else FinishReason.LENGTH if is_done else FinishReason.ABORT
-            content.segments[-1] = replace(content.segments[-1], finish_reason=last)
-        return is_done
+        has_ended = sample.state in (TrajectoryState.DONE, TrajectoryState.AWAY)
+        if content.segments and content.segments[-1].is_sampled:
+            last = FinishReason.STOP if reason is FinishReason.STOP else FinishReason.LENGTH
+            content.segments[-1] = replace(content.segments[-1], finish_reason=last if has_ended else FinishReason.ABORT)
+        if conversation is not None and has_ended:
+            conversation.end_turn()
+        return sample.state is TrajectoryState.DONE
+
+    def _begin_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
+        self._scoring.add(asyncio.create_task(self._run_score(sample, content, has_stopped)))
 
     async def _run_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
         """The reward of a complete sample, while others generate."""
@@ -284,14 +331,20 @@ class Producer:
                 task.cancel()
                 self._end(sample, (), 0)
             else:
-                del self._content[sample.sample_id]
+                self._forget(sample)
+
+    def _forget(self, sample: SampleWork) -> None:
+        content = self._content.pop(sample.sample_id)
+        if content.program is not None:
+            content.program.cancel()
 
     def _to_group(self, work: GroupWork) -> TrajectoryGroup:
         trajectories = []
         for sample in work.samples:
             content = self._content.pop(sample.sample_id)
+            segments = tuple(content.segments)
             trajectories.append(
-                Trajectory(sample.sample_id, content.prompt, tuple(content.segments), TrajectoryState.DONE, content.reward)
+                Trajectory(sample.sample_id, content.prompt, segments, TrajectoryState.DONE, content.reward, content.metrics)
             )
         return TrajectoryGroup(work.group_id, trajectories[0].prompt, tuple(trajectories))
 
@@ -309,3 +362,7 @@ class Producer:
             efficiency=self._meter.efficiency(sum(self._state.queue.limits)),
             token_fates=fates,
         )
+
+
+def _num_turn_tokens(content: _Content) -> int:
+    return 0 if content.conversation is None else content.conversation.num_turn_tokens

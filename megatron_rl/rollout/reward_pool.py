@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from megatron_rl.config.sections import RewardPoolSection
+from megatron_rl.config.rollout_sections import RewardPoolSection
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.types.rollout import Prompt, RewardResult
 

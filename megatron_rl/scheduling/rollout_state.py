@@ -1,7 +1,8 @@
 """The scheduler of a run's rollouts: a state machine from groups to batches. No clock, no engine, no tokens: events only.
 
     add_group -> assign -> on_returned (pauses put it back) -> on_scored -> take_batch
-                              on_version: the weights moved
+                   ^          |         on_version: the weights moved
+                   +-- on_turn <- between two turns, at a tool; on_last_turn ends it
 
 Whoever runs it holds the tokens and does what it says. It keeps, for every sample, the versions that sampled it; nothing
 is trained that is older than `max_staleness` versions, and every sampled token ends in the ledger.
@@ -39,6 +40,7 @@ class RolloutState:
         self._ready: dict[int, dict[str, GroupWork]] = {}  # version -> complete ones of them
         self.num_ready = 0
         self._paused: dict[str, SampleWork] = {}
+        self._num_away = 0
         self._dropped: list[SampleWork] = []
         self._serial = 0
 
@@ -80,14 +82,17 @@ class RolloutState:
 
     def token_limit(self, sample: SampleWork) -> int:
         """How many more tokens this sample may get from its engine now."""
-        left = self.settings.max_new_tokens - sample.num_tokens
+        left = self.settings.max_new_tokens - sample.num_tokens - sample.num_inserted
         if self.settings.phase_tokens is not None:
             left = min(left, self.settings.phase_tokens - sample.phase_tokens)
         return left
 
-    def on_returned(self, sample_id: str, spans: Sequence[tuple[int, int]], has_stopped: bool) -> SampleWork | None:
+    def on_returned(
+        self, sample_id: str, spans: Sequence[tuple[int, int]], has_stopped: bool, is_one_turn: bool = True
+    ) -> SampleWork | None:
         """An engine returned a sample with the tokens of this go. It is complete when it has stopped by itself or reached
-        `max_new_tokens`, else it is paused. None: it was dropped meanwhile."""
+        `max_new_tokens`, else it is paused. None: it was dropped meanwhile. Unless `is_one_turn`, its turn is complete
+        instead: it is away until `on_turn` or `on_last_turn`."""
         sample = self._samples[sample_id]
         assert sample.engine is not None and sample.state is TrajectoryState.RUNNING, f"{sample_id} does not run"
         self.queue.finish(sample.engine)
@@ -96,13 +101,35 @@ class RolloutState:
         if sample.is_dropped:
             self._forget(sample)
             return None
-        if has_stopped or sample.num_tokens >= self.settings.max_new_tokens:
-            sample.state = TrajectoryState.DONE
-        elif self.token_limit(sample) > 0:
-            self._enqueue(sample)
+        if has_stopped or sample.num_tokens + sample.num_inserted >= self.settings.max_new_tokens:
+            sample.state = TrajectoryState.DONE if is_one_turn else TrajectoryState.AWAY
+            self._num_away += not is_one_turn
         else:
-            self._paused[sample_id] = sample
+            self._resume(sample)
         return sample
+
+    def on_turn(self, sample_id: str, num_inserted: int) -> None:
+        """`num_inserted` tokens that nobody sampled stand before the next turn. A sample that was away waits for an engine
+        again, rather the one that has its prefix; one that runs is before its first turn.
+
+        Raises ValueError when the global cap leaves no room for a turn.
+        """
+        sample = self._samples[sample_id]
+        num_behind = sample.num_tokens + sample.num_inserted + num_inserted
+        if num_behind >= self.settings.max_new_tokens:
+            limit = self.settings.max_new_tokens
+            raise ValueError(f"{sample_id}: {num_behind} tokens behind the prompt leave no room for a turn below {limit}")
+        sample.num_inserted += num_inserted
+        if sample.state is not TrajectoryState.RUNNING:
+            self._come_back(sample)
+            self._resume(sample)
+
+    def on_last_turn(self, sample_id: str, unused: Sequence[tuple[int, int]] = ()) -> None:
+        """A sample that was away is complete. `unused`: (version, how many tokens of it get no loss)."""
+        sample = self._samples[sample_id]
+        self._come_back(sample)
+        sample.unused = list(unused)
+        sample.state = TrajectoryState.DONE
 
     def on_engine_lost(self, engine: int) -> list[SampleWork]:
         """An engine is gone: what ran there since its last return is sampled again elsewhere, and prefixes are moved."""
@@ -161,8 +188,8 @@ class RolloutState:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits for an engine or is to be added."""
-        return not (self.queue.num_running or self.queue.num_waiting or self.num_wanted)
+        """Nothing runs, waits for an engine, is between two turns or is to be added."""
+        return not (self.queue.num_running or self.queue.num_waiting or self._num_away or self.num_wanted)
 
     @property
     def is_stalled(self) -> bool:
@@ -222,6 +249,18 @@ class RolloutState:
         started = (0, oldest) if oldest is not None and (sample.num_tokens or oldest < self.version) else (1, 0)
         return (*started, -sample.group.expected_tokens, sample.group.serial, sample.index)
 
+    def _come_back(self, sample: SampleWork) -> None:
+        assert sample.state is TrajectoryState.AWAY, f"{sample.sample_id} is not away"
+        sample.state = TrajectoryState.PAUSED
+        self._num_away -= 1
+
+    def _resume(self, sample: SampleWork) -> None:
+        """Into the queue, or to rest where its budget of this phase is used up."""
+        if self.token_limit(sample) > 0:
+            self._enqueue(sample)
+        else:
+            self._paused[sample.sample_id] = sample
+
     def _enqueue(self, sample: SampleWork) -> None:
         self.queue.put(sample, self._order(sample), sample.engine)
 
@@ -279,8 +318,10 @@ class RolloutState:
             masked = sum(count for version, count in sample.spans if version < oldest_allowed)
             if masked and self.settings.over_age is not OverAge.MASK:
                 raise RuntimeError(f"{sample.sample_id}: {masked} tokens are older than version {oldest_allowed}")
+            unused = sum(count for version, count in sample.unused if version >= oldest_allowed)
             self.ledger.settle(Fate.MASKED_OVER_AGE, masked)
-            self.ledger.settle(Fate.TRAINED, sample.num_tokens - masked)
+            self.ledger.settle(Fate.MASKED_BY_FUNCTION, unused)
+            self.ledger.settle(Fate.TRAINED, sample.num_tokens - masked - unused)
             self.ledger.count_sample(Fate.TRAINED)
             del self._samples[sample.sample_id]
         self._leave(group)
@@ -333,6 +374,7 @@ class RolloutState:
         if sample.state is not TrajectoryState.RUNNING:
             self.queue.remove(sample)
             self._paused.pop(sample.sample_id, None)
+            self._num_away -= sample.state is TrajectoryState.AWAY
             self._forget(sample)
 
     def _forget(self, sample: SampleWork) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ SEEDS = (1, 2, 3)
 QUICKSTART_LIMIT_S = 480.0
 
 
-def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str, object]:
-    """One run to its end; its figures."""
+def train(config: str, seed: int, *overrides: str, timeout_s: float, means: Sequence[str] = ()) -> dict[str, object]:
+    """One run to its end; its figures. `means`: metrics whose means over the steps are wanted too."""
     arguments = (f"run.seed={seed}", "telemetry.progress=plain", *overrides)
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
@@ -56,6 +57,7 @@ def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str
         "logprob_gap_max": max(row["rollout/logprob_gap"] for row in rows[1:]),
         "clip_fraction_mean": round(sum(row["loss/clip_fraction"] for row in rows[1:]) / len(steps), 4),
         "peak_memory_gib": round(peak[0] / 2**30, 2),
+        **({"means": {name: round(sum(row[name] for row in rows[1:]) / len(steps), 6) for name in means}} if means else {}),
         **({"explained_variance": explained} if explained else {}),
     }
 
@@ -135,6 +137,32 @@ def vapo() -> bool:
     return report("vapo", {"means": means}, within_005=means["vapo"] >= means["gspo"] - 0.05)
 
 
+def tools() -> bool:
+    """A tiny model learns to call a calculator and a Python interpreter, a few steps each, and rather does than not."""
+    results = []
+    numbers = [(a, sign, b) for a in range(2, 100) for b in range(2, 100) for sign in "+*"]
+    random.Random(5).shuffle(numbers)
+    calls = {"calculator_tool": "[{}]={};", "python_tool": "[print({})]={}\n;"}
+    for config, shape in calls.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sums.jsonl"
+            with path.open("w") as file:
+                for a, sign, b in numbers[:6000]:
+                    text, value = f"{a}{sign}{b}", a + b if sign == "+" else a * b
+                    file.write(json.dumps({"prompt": text, "answer": shape.format(text, value)}) + "\n")
+            figures = train(
+                f"configs/experiments/{config}.yaml", 1, f"data.sources.0.path={path}", "run.num_steps=10",
+                timeout_s=1200, means=("generate/tool_calls", "generate/tool_failures", "rollout/logprob_gap"),
+            )  # fmt: skip
+        results.append(report(
+            f"tools/{config}", figures,
+            calls_its_tool=figures["means"]["generate/tool_calls"] > 0.5,
+            learns=figures["accuracy_after"] > figures["accuracy_before"],
+            log_probs_agree=figures["logprob_gap_max"] < 1e-4,
+        ))  # fmt: skip
+    return all(results)
+
+
 def smollm2() -> bool:
     """SmolLM2-135M learns one-digit arithmetic zero-shot and two-digit one-shot, with both engines."""
     if not (ROOT / "models/smollm2_135m/config.json").exists():
@@ -206,6 +234,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "quickstart_sglang": quickstart_sglang,
     "schedules": schedules,
     "vapo": vapo,
+    "tools": tools,
     "smollm2": smollm2,
     "slurm": slurm,
     "sglang_tp1": sglang_tp1,

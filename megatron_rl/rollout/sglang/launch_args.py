@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.types.routing import RoutingShape
 
 CUSTOM_LOADER = "megatron_rl.resharding.sglang_loader.load"

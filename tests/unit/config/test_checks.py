@@ -12,8 +12,8 @@ from megatron_rl.config.construct import key_paths
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.ranges import RANGES, value_at
+from megatron_rl.config.rollout_sections import DynamicSamplingSection
 from megatron_rl.config.sections import (
-    DynamicSamplingSection,
     ExperimentConfig,
     LayoutSection,
     RolloutSection,
@@ -86,6 +86,9 @@ def test_the_example_is_sound(path: Path) -> None:
         ("rollout={oversample: 2, max_staleness: 0}", "rollout.oversample", "at most 1 with max_staleness 0, got 2"),
         ("rollout={schedule: asynchronous, oversample: 2}", "rollout.oversample", "expected 1 with schedule asynchronous"),
         ("rollout.partial.phase_tokens=0", "rollout.partial.phase_tokens", "at least 1, got 0"),
+        ("rollout.generate.function=tool", "rollout.generate.function", "expected package.module:name, got 'tool'"),
+        ("rollout.generate.function=mine.tool:run", "rollout.generate.function", "is in none of rollout.generate.allowed_pack"),
+        ("rollout.generate.options={a: 1}", "rollout.generate.options", "nothing reads them without"),
         ("rollout.schedule=async", "rollout.schedule", "expected one of lockstep, one_step_off, asynchronous"),
         ("algorithm.aggregation=token-mean", "algorithm.aggregation", "contradicts loss gspo: expected seq-mean-token"),
         ("algorithm={name: dapo, loss: ppo}", "algorithm.aggregation", "contradicts name dapo: expected token-mean"),

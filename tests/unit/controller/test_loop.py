@@ -11,12 +11,12 @@ import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.rollout_sections import SamplingSection
 from megatron_rl.config.sections import (
     CriticSection,
     OptimizerSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
     SyncSection,
     TelemetrySection,
     TrainerSection,

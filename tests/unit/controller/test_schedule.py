@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from megatron_rl.config.resolve import resolve
+from megatron_rl.config.rollout_sections import DynamicSamplingSection, PartialSection, SamplingSection, SglangSection
 from megatron_rl.config.sections import (
-    DynamicSamplingSection,
     ExperimentConfig,
-    PartialSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
-    SglangSection,
     SyncSection,
 )
 from megatron_rl.controller.schedule import build_producer, plan_schedule

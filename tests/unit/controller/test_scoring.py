@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megatron_rl.config.sections import RewardPoolSection
+from megatron_rl.config.rollout_sections import RewardPoolSection
 from megatron_rl.controller.scoring import Scoring
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.types.rollout import Prompt

@@ -46,6 +46,9 @@ class ScriptedEngine:
         self.aborts = 0
         self.kv_fraction = 0.1
 
+    def stops_at(self, seed, position):
+        return position == answer_length(seed)
+
     async def generate(self, request):
         self.running.add(request.request_id)
         self.peak = max(self.peak, len(self.running))
@@ -61,7 +64,7 @@ class ScriptedEngine:
                     break
                 tokens.append((request.seed + position, self.version))
                 position += 1
-                if position == answer_length(request.seed):
+                if self.stops_at(request.seed, position):
                     reason = FinishReason.STOP
                     break
                 if len(tokens) == request.sampling.max_new_tokens:
@@ -115,7 +118,9 @@ async def score_by_prompt(prompt, ids, ended):
 
 
 class Run:
-    def __init__(self, engines, limits, *, pause_mode="retract", seed=4, prompts=7, score=score, windows=(), **settings):
+    def __init__(
+        self, engines, limits, *, pause_mode="retract", seed=4, prompts=7, score=score, windows=(), function=None, **settings
+    ):
         defaults = {"groups_per_batch": 4, "samples_per_group": 3, "max_new_tokens": MAX_NEW}
         self.engines = engines
         self.state = RolloutState(ScheduleSettings(**{**defaults, **settings}), limits)
@@ -126,7 +131,15 @@ class Run:
             return [Prompt(f"p{(self.drawn + i) % prompts}", "q", PROMPT, "a", "s") for i in range(count)]
 
         self.producer = Producer(
-            engines, self.state, score, SamplingParams(MAX_NEW), draw, seed, pause_mode=pause_mode, windows=windows
+            engines,
+            self.state,
+            score,
+            SamplingParams(MAX_NEW),
+            draw,
+            seed,
+            pause_mode=pause_mode,
+            windows=windows,
+            function=function,
         )
         self.version = 0
 

@@ -45,9 +45,15 @@ class World:
         self.running: dict[str, tuple[int, list[int]]] = {}  # sample -> engine, versions of the tokens of this go
         self.tokens: dict[str, list[int]] = {}  # sample -> versions of the tokens returned
         self.lengths: dict[str, int] = {}
+        self.has_turns = rng.random() < 0.4
+        self.turn_ends: dict[str, set[int]] = {}  # sample -> after how many of its tokens it goes to its tool
+        self.inserted: dict[str, int] = {}
+        self.away: list[str] = []
+        self.unused: dict[str, list[int]] = {}
         self.unscored: list[str] = []
         self.ended: set[str] = set()
         self.num_lost = self.num_sampled = self.num_trained = self.num_masked = self.num_groups = 0
+        self.num_unused = 0
         self.version = 0
         self.is_training = False
         self.num_batches = self.num_short = 0
@@ -73,6 +79,7 @@ class World:
             self.abort(rng.choice(sorted(self.alive)))
         if rng.random() < 0.005 and len(self.alive) > 1:
             self.lose(rng.choice(sorted(self.alive)))
+        self.step_tools()
         while self.unscored and rng.random() < 0.7:
             name = self.unscored.pop(rng.randrange(len(self.unscored)))
             state.on_scored(name, rng.random() < self.solve_rate)
@@ -94,7 +101,9 @@ class World:
             assert engine in self.alive and sample.state is TrajectoryState.RUNNING
             assert sample.sample_id not in self.running and sample.sample_id not in self.ended
             self.running[sample.sample_id] = (engine, [])
-            self.lengths.setdefault(sample.sample_id, self.rng.randint(1, 14))
+            length = self.lengths.setdefault(sample.sample_id, self.rng.randint(1, 14))
+            if self.has_turns and sample.sample_id not in self.turn_ends:
+                self.turn_ends[sample.sample_id] = {self.rng.randint(1, length) for _ in range(self.rng.randint(0, 3))}
             on_engine = sum(where == engine for where, _ in self.running.values())
             assert on_engine <= self.limits[engine]
 
@@ -107,19 +116,38 @@ class World:
             assert limit > 0
             versions.append(self.version)
             total = len(self.tokens.get(name, ())) + len(versions)
-            if total >= self.lengths[name] or len(versions) >= limit:
-                self.give_back(name, has_stopped=total >= self.lengths[name])
+            has_stopped = total >= self.lengths[name] or total in self.turn_ends.get(name, ())
+            if has_stopped or len(versions) >= limit:
+                self.give_back(name, has_stopped)
 
     def give_back(self, name: str, has_stopped: bool) -> None:
         _, versions = self.running.pop(name)
         self.num_sampled += len(versions)
         self.tokens.setdefault(name, []).extend(versions)
         spans = [(version, versions.count(version)) for version in sorted(set(versions))]
-        sample = self.state.on_returned(name, spans, has_stopped)
+        sample = self.state.on_returned(name, spans, has_stopped, not self.has_turns)
         if sample is None:
             self.ended.add(name)
         elif sample.state is TrajectoryState.DONE:
             self.unscored.append(name)
+        elif sample.state is TrajectoryState.AWAY:
+            self.away.append(name)
+
+    def step_tools(self) -> None:
+        """Tools answer in an order of their own; some functions leave tokens of theirs out of the loss."""
+        for name in [name for name in self.away if self.rng.random() < 0.3]:
+            self.away.remove(name)
+            if name in self.ended:
+                continue  # dropped meanwhile
+            versions, inserted = self.tokens[name], self.rng.randint(0, 3)
+            behind = len(versions) + self.inserted.get(name, 0)
+            if len(versions) < self.lengths[name] and behind + inserted < self.settings.max_new_tokens:
+                self.inserted[name] = self.inserted.get(name, 0) + inserted
+                self.state.on_turn(name, inserted)
+            else:
+                self.unused[name] = [version for version in versions if self.rng.random() < 0.1]
+                self.state.on_last_turn(name, [(version, 1) for version in self.unused[name]])
+                self.unscored.append(name)
 
     def abort(self, engine: int) -> None:
         for name in [name for name, (where, _) in self.running.items() if where == engine]:
@@ -154,11 +182,17 @@ class World:
                 self.ended.add(sample.sample_id)
                 versions = self.tokens[sample.sample_id]
                 assert [v for v, count in sample.spans for _ in range(count)] == versions
-                assert len(versions) == min(self.lengths[sample.sample_id], settings.max_new_tokens)
+                behind = len(versions) + self.inserted.get(sample.sample_id, 0)
+                assert behind <= settings.max_new_tokens and len(versions) <= self.lengths[sample.sample_id]
+                if not self.has_turns:
+                    assert len(versions) == min(self.lengths[sample.sample_id], settings.max_new_tokens)
                 masked = sum(self.version - version > settings.max_staleness for version in versions)
                 assert masked == 0 or settings.over_age is OverAge.MASK
+                unused = self.unused.get(sample.sample_id, ())
+                num_unused = sum(self.version - version <= settings.max_staleness for version in unused)
                 self.num_masked += masked
-                self.num_trained += len(versions) - masked
+                self.num_unused += num_unused
+                self.num_trained += len(versions) - masked - num_unused
         self.is_training = True
 
     def publish(self) -> None:
@@ -175,5 +209,6 @@ class World:
         assert self.state.ledger.num_sampled == self.num_sampled == sum(tokens.values())
         assert tokens[Fate.TRAINED] == self.num_trained
         assert tokens[Fate.MASKED_OVER_AGE] == self.num_masked
+        assert tokens[Fate.MASKED_BY_FUNCTION] == self.num_unused
         under_way = sum(len(versions) for name, versions in self.tokens.items() if name not in self.ended)
         assert tokens[Fate.UNDER_WAY] == under_way
