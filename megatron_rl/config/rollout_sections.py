@@ -65,6 +65,8 @@ class PartialSection:
     how fast the engine prefills. None: as `sync.pause_mode`, else drop."""
     phase_tokens: int | None = None
     """The most tokens that one sample gets under one version; None: no limit."""
+    phase_s: float | None = None
+    """How long a batch is waited for before it is cut with the groups that are complete, at least one. None: until full."""
     max_versions: int | None = None
     """A sample that more versions than this would sample is dropped, and counted; None: no limit."""
 
@@ -79,6 +81,41 @@ class DynamicSamplingSection:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeSection:
+    """A reward behind HTTP (docs/rollout.md says what it is asked). `name` is what `data.sources[].reward` calls it."""
+
+    name: str
+    url: str
+    timeout_s: float = 30.0
+    """Of one try."""
+    num_retries: int = 4
+    """Tries after the first one, where the judge cannot be reached, is busy (429, 5xx) or answers nonsense."""
+    backoff_s: float = 0.5
+    """The pause before the first of them; each further one is twice as long."""
+    deadline_s: float = 120.0
+    """Of all tries for one answer, with the wait for a place; after that the answer's reward has failed."""
+    num_concurrent: int = 32
+    key_file: str | None = None
+    """A file whose text is sent as a bearer token."""
+    correct_above: float = 0.5
+    """The reward above which an answer is correct, where the judge does not say so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPartSection:
+    reward: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSumSection:
+    """A weighted sum of rewards and judges under a name of its own. The first part says what is correct."""
+
+    name: str
+    parts: tuple[RewardPartSection, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RewardPoolSection:
     """Where rewards are computed. `num_workers` 0: in the controller, between two answers; fast rewards need no more."""
 
@@ -89,6 +126,8 @@ class RewardPoolSection:
     """Address space of one worker."""
     cache_size: int = 0
     """Rewards remembered by prompt and text; 0: none."""
+    judges: tuple[JudgeSection, ...] = ()
+    sums: tuple[RewardSumSection, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +156,10 @@ class RolloutSection:
     oversample: float = 1.0
     """Groups under way over the groups of a batch (lockstep, one_step_off): the batch is cut when it is full, the rest
     goes on in the next step."""
+    early_stop: bool = False
+    """Drop what is left when a lockstep batch is cut (`oversample`). To compare with: it prefers short answers."""
+    length_bias_alarm: float = 0.1
+    """Warn when trained answers are shorter than sampled ones by more than this share (`length/trained_over_sampled`)."""
     partial: PartialSection = field(default_factory=PartialSection)
     dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
     generate: GenerateSection = field(default_factory=GenerateSection)

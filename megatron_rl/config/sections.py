@@ -101,11 +101,28 @@ class SourceSection:
 
 
 @dataclass(frozen=True, slots=True)
+class CurriculumSection:
+    """Which prompts are trained, by how often each was solved so far: p(1-p) says how much a sample can teach."""
+
+    enabled: bool = False
+    num_candidates: int = 4
+    """Candidates per trained prompt; 1: all are trained, in their order."""
+    order: Literal["mixed", "easy_to_hard"] = "mixed"
+    """`easy_to_hard`: prompts lie in `num_bins` bins by pass rate; the easiest is open first, then one more at a time."""
+    num_bins: int = 5
+    draws_per_bin: int = 20
+    """Draws (about one per training step) until the next bin opens."""
+    adapt_samples: bool = False
+    """Spread the samples of a step over its prompts in proportion to p(1-p), at least two each."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataSection:
     """Prompts. Training and evaluation prompts are disjoint by normalised text."""
 
     sources: tuple[SourceSection, ...] = ()
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     max_prompt_tokens: int = 512
     seed: int = 1
 

@@ -35,12 +35,14 @@ from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.turns import ColocatedTrainers, Turns
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
+from megatron_rl.data.curriculum_sampler import CurriculumSampler
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.generate.function import load_function
 from megatron_rl.scheduling.colocation import TRAINER_STATES
+from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.layout import ParallelLayout
@@ -181,10 +183,12 @@ class Experiment:
     ) -> TrainingLoop:
         config = self._config
         capacities = self._capacities()
+        section = config.data.curriculum
+        curriculum = CurriculumSampler(data.train_sampler, Curriculum(config.data.seed), section) if section.enabled else None
         producer = build_producer(
             config.run, config.rollout, config.sync, engines, capacities, score,
-            self._sampling(config.rollout.sampling), data.train_sampler.next,
-            self._function,
+            self._sampling(config.rollout.sampling), (curriculum or data.train_sampler).next,
+            self._function, None if curriculum is None else curriculum.curriculum, section.adapt_samples,
         )  # fmt: skip
         assert config.rollout.eval_sampling is not None
         return TrainingLoop(
@@ -203,6 +207,8 @@ class Experiment:
             weight_sync=weight_sync,
             telemetry=telemetry,
             directory=self.directory,
+            length_bias_alarm=config.rollout.length_bias_alarm,
+            curriculum=curriculum,
         )
 
     def _create_trainers(self, cluster: Cluster) -> TrainerGroup:

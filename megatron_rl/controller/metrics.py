@@ -17,8 +17,12 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], stats: RolloutStats, vers
     """Rewards, lengths, staleness and engine use of one batch, which trained `version`."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     fates = {f"tokens/{fate}": float(count) for fate, count in stats.token_fates.items()}
+    bias = {
+        "length/trained_over_sampled": stats.length_bias.trained_over_sampled,
+        "length/bias_distance": stats.length_bias.distance,
+    }
     if not trajectories:  # every group was filtered
-        return {"rollout/efficiency": stats.efficiency, "rollout/tokens_per_s": stats.tokens_per_s} | fates
+        return {"rollout/efficiency": stats.efficiency, "rollout/tokens_per_s": stats.tokens_per_s} | bias | fates
     sampled = [v for t in trajectories for v in t.response_versions if v != NOT_SAMPLED]
     ages = version - np.array(sampled or [version])
     rewards = np.array([t.reward.reward for t in trajectories if t.reward is not None])
@@ -42,7 +46,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], stats: RolloutStats, vers
         "rollout/tokens_per_s": stats.tokens_per_s,
         "rollout/staleness_mean": float(ages.mean()),
         "rollout/staleness_max": float(ages.max()),
-    } | _function_metrics(trajectories) | fates
+    } | _function_metrics(trajectories) | bias | fates
 
 
 def _function_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import numpy as np
 from megatron_rl.rollout.generate.answer import Answer, finish_segments
 from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.scheduling.dispatch import DispatchQueue
+from megatron_rl.scheduling.length_bias import LengthBias
 from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import (
     FinishReason,
@@ -36,7 +38,7 @@ class RolloutStats:
 
     `efficiency` is busy slot-time over slot-time since generation began (in lockstep) or since the last batch; it falls
     with the long tail. `num_tokens` were sampled in that time, `token_fates` says what became of tokens in it (by
-    `scheduling.work.Fate`; those still under way count as they change).
+    `scheduling.work.Fate`; those still under way count as they change). `length_bias` is of the last few thousand samples.
     """
 
     generate_s: float
@@ -45,6 +47,7 @@ class RolloutStats:
     tokens_per_s: float
     efficiency: float
     token_fates: Mapping[str, int]
+    length_bias: LengthBias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +84,12 @@ class Collector:
     ) -> list[TrajectoryGroup]:
         """All samples of all prompts, in the order of the prompts. `tag` names the draw: equal tags draw equal samples.
 
-        The first engine error is raised at once; requests still running are cancelled.
+        The first engine error is raised at once; requests still running are cancelled. Raises ValueError when two prompts
+        have one id: their samples would have one name and one seed.
         """
+        for prompt_id, count in Counter(prompt.prompt_id for prompt in prompts).items():
+            if count > 1:
+                raise ValueError(f"prompt id {prompt_id!r} is that of {count} prompts; ids must be unique")
         queue: DispatchQueue[_Sample] = DispatchQueue(self._capacities)
         for group, prompt in enumerate(prompts):
             for index in range(samples_per_prompt):

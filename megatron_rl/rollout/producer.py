@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,18 +81,20 @@ class Producer:
         pause_mode: PauseMode | None,
         windows: Sequence[AdmissionWindow] = (),
         function: GenerateFunction | None = None,
+        phase_s: float | None = None,
     ) -> None:
         """`pause_mode` None: decided at each pause. `windows`: one per engine whose number of samples follows its KV
-        cache; empty: the limits of `state` stay. `function` None: an answer is one turn."""
+        cache; empty: the limits of `state` stay. `function` None: an answer is one turn.
+        `phase_s`: how long a batch is waited for before it is cut short."""
         self._engines, self._state, self._score = engines, state, score
         self._sampling, self._draw, self._seed, self._function = sampling, draw, seed, function
-        self._fixed_pause_mode, self._windows = pause_mode, windows
+        self._fixed_pause_mode, self._windows, self._phase_s = pause_mode, windows, phase_s
         self.pause_mode: PauseMode = pause_mode or "retract"
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
         self._content: dict[str, _Content] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._drawn: list[tuple[str, Prompt]] = []
+        self._drawn: list[tuple[str, Prompt, int]] = []
         self._num_draws = 0
         self._meter = SlotMeter()
         self._is_open = False
@@ -155,21 +158,26 @@ class Producer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self) -> list[GroupWork]:
+        deadline = None if self._phase_s is None else time.monotonic() + self._phase_s
         while True:
             self._start()
-            batch = self._state.take_batch()
+            is_late = deadline is not None and time.monotonic() >= deadline
+            batch = self._state.take_batch(is_late)
             if batch is not None:
+                self._drop()
                 return batch
             if self._state.is_stalled and not self._scoring:
                 self._state.begin_phase()
             else:
-                await self._wait()
+                await self._wait(None if is_late else deadline)
 
-    async def _wait(self) -> None:
-        """Until something changes."""
+    async def _wait(self, deadline: float | None = None) -> None:
+        """Until something changes, or the monotonic clock reaches `deadline`."""
         self._changed.clear()
         if self._error is None:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
         if self._error is not None:
             raise self._error
 
@@ -214,19 +222,24 @@ class Producer:
         if self._windows and self._watch is None:
             self._watch = asyncio.create_task(self._watch_loads())
         for _ in range(self._state.num_wanted):
-            group_id, prompt = self._next_prompt()
-            for sample in self._state.add_group(group_id, prompt.prompt_id).samples:
+            group_id, prompt, num_samples = self._next_prompt()
+            for sample in self._state.add_group(group_id, prompt.prompt_id, num_samples).samples:
                 self._content[sample.sample_id] = _Content(prompt, [])
         for engine, sample in self._state.assign():
             self._meter.change(1)
             self._tasks[sample.sample_id] = asyncio.create_task(self._run(engine, sample))
 
-    def _next_prompt(self) -> tuple[str, Prompt]:
+    def _next_prompt(self) -> tuple[str, Prompt, int]:
         """Prompts are drawn a step's worth at a time: in lockstep, group `step-n/p` is trained in step n."""
         if not self._drawn:
             self._num_draws += 1
             prompts = self._draw(self._state.settings.groups_per_batch)
-            self._drawn = [(f"step-{self._num_draws}/{prompt.prompt_id}", prompt) for prompt in reversed(prompts)]
+            counts = self._state.plan_samples([prompt.prompt_id for prompt in prompts])
+            drawn = [
+                (f"step-{self._num_draws}/{prompt.prompt_id}", prompt, count)
+                for prompt, count in zip(prompts, counts, strict=True)
+            ]
+            self._drawn = drawn[::-1]
         return self._drawn.pop()
 
     async def _run(self, engine: int, sample: SampleWork) -> None:
@@ -361,6 +374,7 @@ class Producer:
             tokens_per_s=num_sampled / max(self._meter.elapsed_s - self._meter.reward_s, 1e-6),
             efficiency=self._meter.efficiency(sum(self._state.queue.limits)),
             token_fates=fates,
+            length_bias=self._state.length_monitor.bias(),
         )
 
 

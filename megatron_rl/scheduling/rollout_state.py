@@ -12,23 +12,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.scheduling.dispatch import DispatchQueue
+from megatron_rl.scheduling.group_index import GroupIndex
 from megatron_rl.scheduling.ledger import TokenLedger
+from megatron_rl.scheduling.length_bias import LengthMonitor
 from megatron_rl.scheduling.lengths import LengthStatistics
 from megatron_rl.scheduling.settings import OverAge, ScheduleSettings
 from megatron_rl.scheduling.staleness import num_admissible, num_required, plan_batch
 from megatron_rl.scheduling.work import Fate, GroupWork, SampleWork
 from megatron_rl.types.rollout import TrajectoryState
 
+SCHEDULE_DROPS = (Fate.DROPPED_OVER_AGE, Fate.DROPPED_VERSIONS, Fate.DROPPED_EARLY_STOP, Fate.DROPPED_SMALL_GROUP)
+"""What is left out for being late, not for what it says."""
+
 
 class RolloutState:
     """See the module. `limits[e]`: samples that engine e runs at once."""
 
-    def __init__(self, settings: ScheduleSettings, limits: Sequence[int], lengths: LengthStatistics | None = None) -> None:
+    def __init__(
+        self,
+        settings: ScheduleSettings,
+        limits: Sequence[int],
+        lengths: LengthStatistics | None = None,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        """`curriculum` is told the pass rate of every complete group, filtered ones included."""
         self.settings = settings
         self.queue: DispatchQueue[SampleWork] = DispatchQueue(limits)
         self.ledger = TokenLedger()
         self.lengths = lengths or LengthStatistics()
+        self.length_monitor = LengthMonitor()
+        self.curriculum = curriculum
         self.version = 0
         self.next_trained = 0
         """The version that the next batch trains."""
@@ -36,9 +51,7 @@ class RolloutState:
         """Groups left out since the last batch."""
         self._samples: dict[str, SampleWork] = {}
         self._groups: dict[str, GroupWork] = {}
-        self._started: dict[int, int] = {}  # version -> groups that started under it
-        self._ready: dict[int, dict[str, GroupWork]] = {}  # version -> complete ones of them
-        self.num_ready = 0
+        self._index = GroupIndex()
         self._paused: dict[str, SampleWork] = {}
         self._num_away = 0
         self._dropped: list[SampleWork] = []
@@ -53,13 +66,20 @@ class RolloutState:
             return 0
         return num_admissible(self.settings, self.version, self.next_trained, len(self._groups))
 
-    def add_group(self, group_id: str, prompt_id: str) -> GroupWork:
+    def plan_samples(self, prompt_ids: Sequence[str]) -> list[int]:
+        """How many samples each prompt of a draw gets."""
+        size = self.settings.samples_per_group
+        if self.curriculum is None or not self.settings.adapt_samples:
+            return [size] * len(prompt_ids)
+        return self.curriculum.budget(prompt_ids, size * len(prompt_ids))
+
+    def add_group(self, group_id: str, prompt_id: str, num_samples: int | None = None) -> GroupWork:
         """Release the samples of one prompt into the queue; their ids are `group_id/index`."""
         if group_id in self._groups:
             raise ValueError(f"group '{group_id}' is under way already; ids must be unique")
         group = GroupWork(group_id, prompt_id, self._serial, self.lengths.expect(prompt_id))
         self._serial += 1
-        for index in range(self.settings.samples_per_group):
+        for index in range(num_samples or self.settings.samples_per_group):
             sample = SampleWork(f"{group_id}/{index}", group, index)
             group.samples.append(sample)
             self._samples[sample.sample_id] = sample
@@ -77,7 +97,7 @@ class RolloutState:
             if sample.oldest_version is None:
                 sample.oldest_version = self.version
                 if sample.group.oldest_version is None:
-                    self._set_oldest(sample.group, self.version)
+                    self._index.set_oldest(sample.group, self.version)
             yield engine, sample
 
     def token_limit(self, sample: SampleWork) -> int:
@@ -159,29 +179,35 @@ class RolloutState:
         sample.group.num_open -= 1
         self._complete(sample.group)
 
-    def take_batch(self) -> list[GroupWork] | None:
+    def take_batch(self, is_late: bool = False) -> list[GroupWork] | None:
         """The groups of the next training step, oldest first in the order of their release; None: not yet.
 
-        Fewer than `groups_per_batch` when too many were filtered for one batch; then it may be empty.
+        Fewer than `groups_per_batch` when too many were filtered for one batch; then it may be empty. `is_late`: the phase's
+        time is up, and one ready group will do (as long as no other grows too old by it).
         """
         wanted = self.settings.groups_per_batch
+        if is_late:
+            wanted = max(min(wanted, self.num_ready), 1)
         if self.next_trained != self.version:
             return None  # the weights that the next batch trains do not exist yet
         if self.num_ready < wanted and not (self._is_valve_open and self.num_unfinished == 0):
             return None
-        ready = {version: len(groups) for version, groups in self._ready.items()}
+        index = self._index
         required: Sequence[tuple[int, int]] = ()
-        if self.settings.over_age is OverAge.WAIT:
-            num_unstarted = len(self._groups) - sum(self._started.values())
-            required = num_required(self.settings, self.version, self._started, num_unstarted)
-        plan = plan_batch(ready, wanted, required)
+        if self.settings.over_age is OverAge.WAIT and not self.settings.early_stop:
+            num_unstarted = len(self._groups) - sum(index.started.values())
+            required = num_required(self.settings, self.version, index.started, num_unstarted)
+        plan = plan_batch(index.num_ready_by_start, wanted, required)
         if plan is None:
             return None
         batch = []
         for version, count in plan.items():
-            batch += sorted(self._ready[version].values(), key=lambda group: group.serial)[:count]
+            batch += index.oldest_ready(version, count)
         for group in batch:
             self._train(group)
+        if self.settings.early_stop:
+            for group in list(self._groups.values()):
+                self._drop_group(group, Fate.DROPPED_EARLY_STOP)
         self.next_trained += 1
         self.num_filtered = 0
         return sorted(batch, key=lambda group: group.serial)
@@ -232,6 +258,11 @@ class RolloutState:
         return len(self._groups)
 
     @property
+    def num_ready(self) -> int:
+        """Groups that a batch can take."""
+        return self._index.num_ready
+
+    @property
     def num_unfinished(self) -> int:
         """Groups that still need an engine or a reward."""
         return len(self._groups) - self.num_ready
@@ -264,53 +295,24 @@ class RolloutState:
     def _enqueue(self, sample: SampleWork) -> None:
         self.queue.put(sample, self._order(sample), sample.engine)
 
-    def _set_oldest(self, group: GroupWork, version: int | None) -> None:
-        """Keep the counts by start; a complete group moves along."""
-        old = group.oldest_version
-        if version == old:
-            return
-        is_ready = self._unready(group)
-        if old is not None:
-            self._started[old] -= 1
-            if not self._started[old]:
-                del self._started[old]
-        group.oldest_version = version
-        if version is not None:
-            self._started[version] = self._started.get(version, 0) + 1
-        if is_ready:
-            self._set_ready(group)
-
-    def _set_ready(self, group: GroupWork) -> None:
-        assert group.oldest_version is not None
-        self._ready.setdefault(group.oldest_version, {})[group.group_id] = group
-        self.num_ready += 1
-
-    def _unready(self, group: GroupWork) -> bool:
-        if group.oldest_version is None or group.group_id not in self._ready.get(group.oldest_version, ()):
-            return False
-        del self._ready[group.oldest_version][group.group_id]
-        if not self._ready[group.oldest_version]:
-            del self._ready[group.oldest_version]
-        self.num_ready -= 1
-        return True
-
     def _leave(self, group: GroupWork) -> None:
-        self._unready(group)
-        self._set_oldest(group, None)
+        self._index.leave(group)
         del self._groups[group.group_id]
 
     def _complete(self, group: GroupWork) -> None:
         """Ready, or left out, once every sample that was not dropped is scored."""
-        if group.num_open or group.oldest_version is None or group.group_id in self._ready.get(group.oldest_version, ()):
+        if group.num_open or group.oldest_version is None or self._index.is_ready(group):
             return
         settings = self.settings
         self.lengths.observe(group.prompt_id, sum(s.num_tokens for s in group.samples) / len(group.samples))
+        if self.curriculum is not None:
+            self.curriculum.observe(group.prompt_id, sum(map(bool, (s.is_correct for s in group.samples))), len(group.samples))
         correct = {sample.is_correct for sample in group.samples}
         if settings.filter_groups and len(correct) == 1:
             self.num_filtered += 1
             self._drop_group(group, Fate.FILTERED_SOLVED if True in correct else Fate.FILTERED_FAILED)
             return
-        self._set_ready(group)
+        self._index.set_ready(group)
 
     def _train(self, group: GroupWork) -> None:
         oldest_allowed = self.version - self.settings.max_staleness
@@ -323,6 +325,7 @@ class RolloutState:
             self.ledger.settle(Fate.MASKED_BY_FUNCTION, unused)
             self.ledger.settle(Fate.TRAINED, sample.num_tokens - masked - unused)
             self.ledger.count_sample(Fate.TRAINED)
+            self.length_monitor.observe(sample.num_tokens, True, True)
             del self._samples[sample.sample_id]
         self._leave(group)
 
@@ -358,7 +361,7 @@ class RolloutState:
             self._drop_group(group, Fate.DROPPED_SMALL_GROUP)
             return
         starts = [sample.oldest_version for sample in group.samples if sample.oldest_version is not None]
-        self._set_oldest(group, min(starts, default=None))
+        self._index.set_oldest(group, min(starts, default=None))
         self._complete(group)
 
     def _drop_group(self, group: GroupWork, fate: Fate) -> None:
@@ -380,4 +383,6 @@ class RolloutState:
     def _forget(self, sample: SampleWork) -> None:
         """The end of a dropped sample: its tokens are counted and its name may be used again."""
         self.ledger.settle(sample.fate, sample.num_tokens)
+        if sample.fate in SCHEDULE_DROPS:
+            self.length_monitor.observe(sample.num_tokens, sample.state is TrajectoryState.DONE, False)
         del self._samples[sample.sample_id]

@@ -21,6 +21,7 @@ class Fate(StrEnum):
     MASKED_BY_FUNCTION = "masked_by_function"
     DROPPED_OVER_AGE = "dropped_over_age"
     DROPPED_VERSIONS = "dropped_versions"
+    DROPPED_EARLY_STOP = "dropped_early_stop"
     DROPPED_SMALL_GROUP = "dropped_small_group"
     FILTERED_SOLVED = "filtered_solved"
     FILTERED_FAILED = "filtered_failed"

@@ -30,6 +30,7 @@ from megatron_rl.controller.schedule import build_producer
 from megatron_rl.data.bundle import DataBundle, SftPair
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.rollout.collector import Collector
+from megatron_rl.scheduling.length_bias import LengthBias
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import (
@@ -226,6 +227,14 @@ def test_a_phase_has_a_deadline(tmp_path):
 
     with pytest.raises(PhaseTimeoutError, match=r"phase train: not done within run.deadline_s=1"):
         asyncio.run(build_loop(tmp_path, Stuck(), deadline_s=1.0).execute())
+
+
+def test_a_bias_to_short_answers_is_said_once_when_it_begins(tmp_path, caplog):
+    loop = build_loop(tmp_path, Recorder())
+    with caplog.at_level("WARNING"):
+        alarms = [loop._check_lengths(LengthBias(ratio, 0.1)) for ratio in (1.0, 0.85, 0.8, 0.95, 0.6)]
+    assert alarms == [False, True, True, False, True]
+    assert [record.getMessage()[:25] for record in caplog.records] == ["trained answers have 0.85", "trained answers have 0.60"]
 
 
 def test_a_share_keeps_the_global_denominators(tmp_path):

@@ -79,6 +79,12 @@ def test_an_engine_error_ends_the_collection():
         collect([ScriptedEngine(2), ScriptedEngine(2, fail_at=2)])
 
 
+def test_two_prompts_of_one_id_are_refused():
+    collector = Collector([ScriptedEngine(2)], [2], score, seed=4)
+    with pytest.raises(ValueError, match="prompt id 'p1' is that of 2 prompts; ids must be unique"):
+        asyncio.run(collector.collect([*prompts(3), prompts(2)[1]], 1, SamplingParams(8), "eval"))
+
+
 async def two_turns(client, prompt, sampling):
     transcript = Transcript(prompt)
     transcript.add(await client.generate(transcript.token_ids, max_new_tokens=3))

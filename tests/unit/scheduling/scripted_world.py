@@ -15,6 +15,7 @@ from megatron_rl.types.rollout import TrajectoryState
 
 def random_settings(rng: random.Random) -> ScheduleSettings:
     kind = rng.choice(list(ScheduleKind))
+    early_stop = kind is ScheduleKind.LOCKSTEP and rng.random() < 0.3
     max_staleness = rng.randint(1 if kind is ScheduleKind.ONE_STEP_OFF else 0, 3)
     return ScheduleSettings(
         groups_per_batch=rng.randint(1, 4),
@@ -23,7 +24,8 @@ def random_settings(rng: random.Random) -> ScheduleSettings:
         kind=kind,
         max_staleness=max_staleness,
         over_age=rng.choice(list(OverAge)),
-        oversample=rng.uniform(1.0, max_oversample(kind, max_staleness)),
+        oversample=rng.uniform(1.0, 4.0 if early_stop else max_oversample(kind, max_staleness)),
+        early_stop=early_stop,
         phase_tokens=rng.choice([None, rng.randint(1, 6)]),
         max_versions=rng.choice([None, None, rng.randint(1, 4)]),
         filter_groups=rng.random() < 0.4,
@@ -34,9 +36,9 @@ def random_settings(rng: random.Random) -> ScheduleSettings:
 class World:
     """`run` trains some batches and raises AssertionError where the account does not add up or nothing moves."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, settings: ScheduleSettings | None = None) -> None:
         self.rng = rng = random.Random(seed)
-        self.settings = random_settings(rng)
+        self.settings = random_settings(rng) if settings is None else settings
         self.limits = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
         self.state = RolloutState(self.settings, self.limits)
         self.speeds = [rng.choice([1.0, 1.0, 0.2]) for _ in self.limits]
@@ -45,7 +47,9 @@ class World:
         self.running: dict[str, tuple[int, list[int]]] = {}  # sample -> engine, versions of the tokens of this go
         self.tokens: dict[str, list[int]] = {}  # sample -> versions of the tokens returned
         self.lengths: dict[str, int] = {}
-        self.has_turns = rng.random() < 0.4
+        self.has_turns = settings is None and rng.random() < 0.4
+        self.late_rate = rng.choice([0.0, 0.0, 0.1]) if settings is None else 0.0
+        self.draw_length = lambda: rng.randint(1, 14)
         self.turn_ends: dict[str, set[int]] = {}  # sample -> after how many of its tokens it goes to its tool
         self.inserted: dict[str, int] = {}
         self.away: list[str] = []
@@ -89,8 +93,9 @@ class World:
             if is_drained or state.num_ready >= self.settings.groups_per_batch:
                 if rng.random() < 0.3:
                     self.publish()
-        elif (batch := state.take_batch()) is not None:
+        elif (batch := state.take_batch(rng.random() < self.late_rate)) is not None:
             self.train(batch)
+            self.end_dropped()
         elif state.is_stalled:
             state.begin_phase()
         if rng.random() < 0.1:
@@ -101,7 +106,7 @@ class World:
             assert engine in self.alive and sample.state is TrajectoryState.RUNNING
             assert sample.sample_id not in self.running and sample.sample_id not in self.ended
             self.running[sample.sample_id] = (engine, [])
-            length = self.lengths.setdefault(sample.sample_id, self.rng.randint(1, 14))
+            length = self.lengths.setdefault(sample.sample_id, self.draw_length())
             if self.has_turns and sample.sample_id not in self.turn_ends:
                 self.turn_ends[sample.sample_id] = {self.rng.randint(1, length) for _ in range(self.rng.randint(0, 3))}
             on_engine = sum(where == engine for where, _ in self.running.values())

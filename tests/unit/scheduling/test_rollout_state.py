@@ -198,6 +198,18 @@ def test_a_budget_pauses_until_the_next_phase():
     assert [state.token_limit(sample) for _, sample in state.assign()] == [2, 2]  # the global cap
 
 
+def test_a_late_batch_takes_what_is_ready_as_far_as_others_do_not_grow_too_old():
+    strict, loose = state_of(samples_per_group=1), state_of(samples_per_group=1, max_staleness=1)
+    for state in (strict, loose):
+        release(state)
+        first, _ = names(state)
+        assert state.take_batch(is_late=True) is None  # nothing is ready
+        finish(state, first, 0)
+        assert state.take_batch() is None
+    assert strict.take_batch(is_late=True) is None  # the other one could not be trained any more
+    assert [group.group_id for group in loose.take_batch(is_late=True)] == ["g0"]
+
+
 def test_a_sample_with_turns_goes_away_and_comes_back_to_its_engine():
     state = state_of(limits=(1, 1), groups_per_batch=1, samples_per_group=1)
     release(state)
@@ -253,6 +265,7 @@ def test_versions_only_grow_and_ids_are_unique():
         ({"oversample": 1.5}, "at most 1 with max_staleness 0"),
         ({"kind": ScheduleKind.ONE_STEP_OFF, "max_staleness": 1, "oversample": 1.5}, "at most 1 with max_staleness 1"),
         ({"phase_tokens": 0}, "phase_tokens 0"),
+        ({"kind": ScheduleKind.ASYNCHRONOUS, "early_stop": True}, "early_stop cuts the batches of lockstep, not of async"),
         ({"max_oversample_factor": 0.5}, "max_oversample_factor 0.5"),
     ],
 )
