@@ -211,13 +211,13 @@ def check_schedule(run: RunSection, rollout: RolloutSection, sync: SyncSection) 
     if kind == "asynchronous" and rollout.oversample != 1:
         reason = f"expected 1 with schedule asynchronous (max_staleness says how much runs), got {rollout.oversample:g}"
         yield "rollout.oversample", reason
-    elif rollout.oversample > max(num_batches, 1) and not rollout.early_stop:
+    elif rollout.oversample > max(num_batches, 1) and rollout.leftover == "resume":
         reason = f"expected at most {num_batches} with max_staleness {cap}, got {rollout.oversample:g}: the rest grows too old"
         yield "rollout.oversample", reason
-    if rollout.partial.phase_s is not None and not (cap or rollout.early_stop):
+    if rollout.partial.phase_s is not None and not cap and rollout.leftover == "resume":
         yield "rollout.max_staleness", "expected at least 1 with rollout.partial.phase_s: what is left is trained a step later"
-    if rollout.early_stop and kind != "lockstep":
-        yield "rollout.early_stop", f"expected false with schedule {kind}: only batches of lockstep are cut"
+    if rollout.leftover != "resume" and kind != "lockstep":
+        yield "rollout.leftover", f"expected resume with schedule {kind}: only batches of lockstep are cut"
     allowed = {"keep": ("in_place",), "drop": ("retract", "abort"), "auto": (), None: ("retract", "in_place", "abort")}
     if sync.pause_mode is not None and sync.pause_mode not in allowed[rollout.partial.kv]:
         expected = " or ".join((*allowed[rollout.partial.kv], "nothing"))

@@ -156,8 +156,9 @@ class RolloutSection:
     oversample: float = 1.0
     """Groups under way over the groups of a batch (lockstep, one_step_off): the batch is cut when it is full, the rest
     goes on in the next step."""
-    early_stop: bool = False
-    """Drop what is left when a lockstep batch is cut (`oversample`). To compare with: it prefers short answers."""
+    leftover: Literal["resume", "drop", "tail_rounds"] = "resume"
+    """What becomes of the rest when a lockstep batch is cut (`oversample`): it goes on in the next step; it is dropped; it is
+    dropped and its prompts are answered in rounds of their own (strictly on-policy)."""
     length_bias_alarm: float = 0.1
     """Warn when trained answers are shorter than sampled ones by more than this share (`length/trained_over_sampled`)."""
     partial: PartialSection = field(default_factory=PartialSection)

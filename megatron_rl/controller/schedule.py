@@ -8,7 +8,8 @@ from dataclasses import replace
 from megatron_rl.config.sections import RolloutSection, RunSection, SyncSection
 from megatron_rl.rollout.collector import Scorer
 from megatron_rl.rollout.generate.function import GenerateFunction
-from megatron_rl.rollout.producer import Draw, Producer, ReportingEngine
+from megatron_rl.rollout.producer import Producer, ReportingEngine
+from megatron_rl.rollout.prompt_supply import Draw
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.scheduling.rollout_state import RolloutState
@@ -43,6 +44,7 @@ def build_producer(
         windows=[AdmissionWindow(capacity) for capacity in capacities] if follows_kv else (),
         function=function,
         phase_s=rollout.partial.phase_s,
+        tail_rounds=rollout.leftover == "tail_rounds",
     )
 
 
@@ -61,5 +63,5 @@ def plan_schedule(run: RunSection, rollout: RolloutSection) -> ScheduleSettings:
         max_versions=rollout.partial.max_versions,
         filter_groups=rollout.dynamic_sampling.enabled,
         max_oversample_factor=rollout.dynamic_sampling.max_oversample_factor,
-        early_stop=rollout.early_stop,
+        early_stop=rollout.leftover != "resume",
     )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_rl.rollout.collector import RolloutStats, Scorer, request_seed
 from megatron_rl.rollout.generate.conversation import Conversation
 from megatron_rl.rollout.generate.function import GenerateFunction
+from megatron_rl.rollout.prompt_supply import Draw, PlannedGroup, PromptSupply
 from megatron_rl.rollout.slot_meter import SlotMeter
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.kv import PauseMode, choose_pause_mode
 from megatron_rl.scheduling.rollout_state import RolloutState
 from megatron_rl.scheduling.settings import OverAge, ScheduleKind
-from megatron_rl.scheduling.work import GroupWork, SampleWork
+from megatron_rl.scheduling.work import Fate, GroupWork, SampleWork
 from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import (
     EngineLoad,
@@ -32,8 +33,6 @@ from megatron_rl.types.rollout import (
     TrajectoryState,
 )
 
-Draw = Callable[[int], Sequence[Prompt]]
-"""The next n prompts, all different."""
 LOAD_INTERVAL_S = 1.0
 """How often the engines are asked how full their KV caches are."""
 
@@ -82,20 +81,22 @@ class Producer:
         windows: Sequence[AdmissionWindow] = (),
         function: GenerateFunction | None = None,
         phase_s: float | None = None,
+        tail_rounds: bool = False,
     ) -> None:
         """`pause_mode` None: decided at each pause. `windows`: one per engine whose number of samples follows its KV
         cache; empty: the limits of `state` stay. `function` None: an answer is one turn.
-        `phase_s`: how long a batch is waited for before it is cut short."""
+        `phase_s`: how long a batch is waited for before it is cut short. `tail_rounds`: prompts that `early_stop` drops while
+        they run are answered in rounds of their own."""
         self._engines, self._state, self._score = engines, state, score
-        self._sampling, self._draw, self._seed, self._function = sampling, draw, seed, function
+        self._sampling, self._seed, self._function = sampling, seed, function
+        self._supply = PromptSupply(draw, state.settings.groups_per_batch, state.plan_samples)
+        self._tail_rounds = tail_rounds
         self._fixed_pause_mode, self._windows, self._phase_s = pause_mode, windows, phase_s
         self.pause_mode: PauseMode = pause_mode or "retract"
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
         self._content: dict[str, _Content] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._drawn: list[tuple[str, Prompt, int]] = []
-        self._num_draws = 0
         self._meter = SlotMeter()
         self._is_open = False
         self._changed = asyncio.Event()
@@ -112,6 +113,8 @@ class Producer:
         if self._state.settings.kind is ScheduleKind.LOCKSTEP or not self._is_open:
             self._meter.restart()
         self._is_open = True
+        if self._tail_rounds:
+            self._state.begin_round(is_whole=self._supply.begin_round())
         batch = await self._take()
         if self._state.settings.kind is ScheduleKind.LOCKSTEP:
             await self._close_phase()
@@ -138,7 +141,7 @@ class Producer:
         if version > self._state.version:
             self._state.on_version(version)
             self._drop()
-        if self._state.settings.kind is not ScheduleKind.LOCKSTEP and self._num_draws:
+        if self._state.settings.kind is not ScheduleKind.LOCKSTEP and self._supply.num_draws:
             self._is_open = True
             self._start()
 
@@ -222,25 +225,12 @@ class Producer:
         if self._windows and self._watch is None:
             self._watch = asyncio.create_task(self._watch_loads())
         for _ in range(self._state.num_wanted):
-            group_id, prompt, num_samples = self._next_prompt()
-            for sample in self._state.add_group(group_id, prompt.prompt_id, num_samples).samples:
-                self._content[sample.sample_id] = _Content(prompt, [])
+            plan = self._supply.next()
+            for sample in self._state.add_group(plan.group_id, plan.prompt.prompt_id, plan.num_samples).samples:
+                self._content[sample.sample_id] = _Content(plan.prompt, [])
         for engine, sample in self._state.assign():
             self._meter.change(1)
             self._tasks[sample.sample_id] = asyncio.create_task(self._run(engine, sample))
-
-    def _next_prompt(self) -> tuple[str, Prompt, int]:
-        """Prompts are drawn a step's worth at a time: in lockstep, group `step-n/p` is trained in step n."""
-        if not self._drawn:
-            self._num_draws += 1
-            prompts = self._draw(self._state.settings.groups_per_batch)
-            counts = self._state.plan_samples([prompt.prompt_id for prompt in prompts])
-            drawn = [
-                (f"step-{self._num_draws}/{prompt.prompt_id}", prompt, count)
-                for prompt, count in zip(prompts, counts, strict=True)
-            ]
-            self._drawn = drawn[::-1]
-        return self._drawn.pop()
 
     async def _run(self, engine: int, sample: SampleWork) -> None:
         """One go of a sample on an engine."""
@@ -339,12 +329,29 @@ class Producer:
 
     def _drop(self) -> None:
         """Forget what the scheduler dropped; what still runs is ended at its engine."""
-        for sample in self._state.take_dropped():
+        dropped = self._state.take_dropped()
+        if self._tail_rounds:
+            self._keep_prompts([sample for sample in dropped if sample.fate is Fate.DROPPED_EARLY_STOP])
+        for sample in dropped:
             if task := self._tasks.get(sample.sample_id):
                 task.cancel()
                 self._end(sample, (), 0)
             else:
                 self._forget(sample)
+
+    def _keep_prompts(self, samples: Sequence[SampleWork]) -> None:
+        """The prompts of a cut round's rest: late, or as if they had not been drawn."""
+        groups: dict[str, list[SampleWork]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group.group_id, []).append(sample)
+        rest = []
+        for group_id, members in groups.items():
+            prompt = self._content[members[0].sample_id].prompt
+            if any(s.oldest_version is not None and s.state is not TrajectoryState.DONE for s in members):
+                self._supply.put_late(prompt)
+            else:
+                rest.append(PlannedGroup(group_id, prompt, len(members)))
+        self._supply.put_back(rest)
 
     def _forget(self, sample: SampleWork) -> None:
         content = self._content.pop(sample.sample_id)

@@ -11,6 +11,7 @@ is trained that is older than `max_staleness` versions, and every sampled token 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.scheduling.dispatch import DispatchQueue
@@ -54,6 +55,7 @@ class RolloutState:
         self._index = GroupIndex()
         self._paused: dict[str, SampleWork] = {}
         self._num_away = 0
+        self._is_whole = False
         self._dropped: list[SampleWork] = []
         self._serial = 0
 
@@ -64,7 +66,12 @@ class RolloutState:
         """Groups to add now."""
         if self._is_valve_open:
             return 0
-        return num_admissible(self.settings, self.version, self.next_trained, len(self._groups))
+        settings = replace(self.settings, oversample=1.0) if self._is_whole else self.settings
+        return num_admissible(settings, self.version, self.next_trained, len(self._groups))
+
+    def begin_round(self, is_whole: bool) -> None:
+        """With `early_stop`: the next batch is whole, it releases just what it takes and is not cut; or it is not."""
+        self._is_whole = is_whole
 
     def plan_samples(self, prompt_ids: Sequence[str]) -> list[int]:
         """How many samples each prompt of a draw gets."""
@@ -205,7 +212,7 @@ class RolloutState:
             batch += index.oldest_ready(version, count)
         for group in batch:
             self._train(group)
-        if self.settings.early_stop:
+        if self.settings.early_stop and not self._is_whole:
             for group in list(self._groups.values()):
                 self._drop_group(group, Fate.DROPPED_EARLY_STOP)
         self.next_trained += 1

@@ -151,7 +151,7 @@ def tools() -> bool:
                     text, value = f"{a}{sign}{b}", a + b if sign == "+" else a * b
                     file.write(json.dumps({"prompt": text, "answer": shape.format(text, value)}) + "\n")
             figures = train(
-                f"configs/experiments/{config}.yaml", 1, f"data.sources.0.path={path}", "run.num_steps=10",
+                f"configs/experiments/{config}.yaml", 1, f"data.sources.0.path={path}", "run.num_steps=15",
                 timeout_s=1200, means=("generate/tool_calls", "generate/tool_failures", "rollout/logprob_gap"),
             )  # fmt: skip
         results.append(report(

@@ -86,7 +86,7 @@ def test_the_example_is_sound(path: Path) -> None:
         ("rollout={oversample: 2, max_staleness: 0}", "rollout.oversample", "at most 1 with max_staleness 0, got 2"),
         ("rollout={schedule: asynchronous, oversample: 2}", "rollout.oversample", "expected 1 with schedule asynchronous"),
         ("rollout.partial.phase_tokens=0", "rollout.partial.phase_tokens", "at least 1, got 0"),
-        ("rollout={schedule: asynchronous, early_stop: true}", "rollout.early_stop", "expected false with schedule async"),
+        ("rollout={schedule: asynchronous, leftover: drop}", "rollout.leftover", "expected resume with schedule asynchronous"),
         ("rollout.length_bias_alarm=0", "rollout.length_bias_alarm", "above 0 and at most 1, got 0"),
         ("data.curriculum.order=easy_to_hard", "data.curriculum.enabled", "expected true, or no other key"),
         ("data.curriculum={enabled: true, num_bins: 0}", "data.curriculum.num_bins", "at least 1, got 0"),

@@ -39,7 +39,7 @@ def test_every_key_reaches_the_scheduler():
         filter_groups=True,
         max_oversample_factor=2.5,
     )
-    stopped = resolve(ExperimentConfig(rollout=RolloutSection(early_stop=True, oversample=3.0)))
+    stopped = resolve(ExperimentConfig(rollout=RolloutSection(leftover="drop", oversample=3.0)))
     settings = plan_schedule(stopped.run, stopped.rollout)
     assert settings.early_stop and settings.oversample == 3.0 and settings.max_staleness == 0
 

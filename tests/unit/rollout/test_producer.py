@@ -121,7 +121,7 @@ async def score_by_prompt(prompt, ids, ended):
 class Run:
     def __init__(
         self, engines, limits, *, pause_mode="retract", seed=4, prompts=7, score=score, windows=(), function=None,
-        curriculum=None, phase_s=None, **settings
+        curriculum=None, phase_s=None, tail_rounds=False, **settings,
     ):  # fmt: skip
         defaults = {"groups_per_batch": 4, "samples_per_group": 3, "max_new_tokens": MAX_NEW}
         self.engines = engines
@@ -143,6 +143,7 @@ class Run:
             windows=windows,
             function=function,
             phase_s=phase_s,
+            tail_rounds=tail_rounds,
         )
         self.version = 0
 
@@ -320,6 +321,23 @@ def test_a_curriculum_spreads_the_samples_and_learns_from_filtered_groups_too():
     filtered = Curriculum(1)
     run(2, curriculum=filtered, filter_groups=True, score=score_by_prompt)
     assert filtered.pass_rate("p0") > 0.7 and filtered.pass_rate("p5") < 0.3
+
+
+def test_late_prompts_are_answered_in_rounds_of_their_own_and_none_is_lost():
+    made, batches = run(40, slow=(1, 1), limits=(9, 9), oversample=2.0, early_stop=True, tail_rounds=True, prompts=1000)
+    check_content(made, batches)
+    assert set(ages(batches)) == {0} and all(len(groups) == 4 for _, groups, _ in batches)
+    rounds = [{group.group_id.split("-")[0] for group in groups} for _, groups, _ in batches]
+    assert rounds.count({"tail"}) == made.producer._supply.num_tail_rounds > 3 and {"tail", "step"} not in rounds
+    trained = [group.prompt.prompt_id for _, groups, _ in batches for group in groups]
+    left = [plan.prompt.prompt_id for plan in made.producer._supply._drawn]
+    late = [prompt.prompt_id for prompt in made.producer._supply._late]
+    assert len(trained) == 160 and sorted(trained + left + late) == sorted(f"p{number}" for number in range(4, made.drawn + 4))
+    lengths = {kind: [] for kind in ("tail", "step")}
+    for _, groups, _ in batches:
+        for group in groups:
+            lengths[group.group_id.split("-")[0]].append(max(len(t.response_ids) for t in group.trajectories))
+    assert sum(lengths["step"]) / len(lengths["step"]) < sum(lengths["tail"]) / len(lengths["tail"])
 
 
 def test_the_first_error_of_an_engine_or_a_reward_is_raised_where_the_batch_is_awaited():
