@@ -51,7 +51,11 @@ def check_offload(platform: Platform, sizes: Sizes) -> dict[str, Any]:
     """A step, everything given up and taken back, another step. Call it inside `process_group`."""
     dims = sizes.models["qwen3_moe"]
     minibatch = build_train_batch(
-        draw_samples(dims, sizes.lengths), dp_size=1, num_minibatches=1, max_tokens_per_microbatch=max(sizes.lengths) * 2, seed=1
+        draw_samples(dims, sizes.lengths),
+        dp_size=1,
+        num_minibatches=1,
+        max_tokens_per_microbatch=max(sizes.lengths) * 2,
+        seed=1,
     ).minibatches[0]
     microbatches, denominators = minibatch.microbatches[0], minibatch.denominators
     on_gpu = platform.device.type == "cuda"
