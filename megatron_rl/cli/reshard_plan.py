@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object with every rank instead of the table")
     parser.add_argument("--svg", metavar="FILE", help="draw who sends to whom (small layouts)")
     parser.add_argument("--relay", action="store_true", help="trainers send every slice once, engines pass it on")
-    parser.add_argument("--colocated", action="store_true", help="engine rank r runs on the GPU of trainer rank r")
+    parser.add_argument("--colocated", action="store_true", help="engine rank r is on the GPU of trainer rank r")
     for name, default, what in (
         ("nic", defaults.nic_gb_per_s, "network card per GPU, GB/s and direction"),
         ("nvlink", defaults.nvlink_gb_per_s, "link to the GPUs of the node, GB/s and direction"),
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         network = _network(args)
         loaded = load_experiment(args.config, args.overrides)
         config = resolve(loaded.config)
+        if config.cluster.placement == "colocated":
+            network = replace(network, is_colocated=True)
         start = time.perf_counter()
         plan = plan_experiment(loaded, config, relay=args.relay)
         plan_s = time.perf_counter() - start

@@ -89,7 +89,7 @@ class Batcher:
 
     def _num_trained(self, trajectory: Trajectory) -> int:
         is_masked = self._algorithm.section.mask_truncated and trajectory.finish_reason is FinishReason.LENGTH
-        return 0 if is_masked else len(trajectory.response_ids)
+        return 0 if is_masked else sum(trajectory.response_loss_mask)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The replay buffer, for a checkpoint."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.controller.interfaces import free_address
+from megatron_rl.controller.interfaces import free_address, see_devices
 from megatron_rl.controller.request_stream import Answer, RequestDesk
 from megatron_rl.controller.setups import EngineSetup
-from megatron_rl.controller.started_engine import ScoringEngine, StartedEngine
+from megatron_rl.controller.started_engine import SharingEngine, StartedEngine
 from megatron_rl.resharding.control import Address
 from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion
 
@@ -34,8 +34,10 @@ class EngineHost:
         """This node's interface and a port that is free on it, where the nodes of an engine meet."""
         return free_address(self._interface)
 
-    async def start(self, meeting: str | None) -> list[Address]:
-        """Build the engine; returns the receiver of each of its ranks. `meeting`: see `start_sglang`."""
+    async def start(self, meeting: str | None, devices: str | None = None) -> list[Address]:
+        """Build the engine; returns the receiver of each of its ranks. `meeting`: see `start_sglang`. `devices`: the GPUs
+        that it shares with trainers, as CUDA_VISIBLE_DEVICES names them; None: those that Ray gave it."""
+        see_devices(devices)
         module, function = ENGINES[self._setup.section.engine].split(":")
         start = getattr(importlib.import_module(module), function)
         self._started = await start(self._setup, self._number, self._interface, meeting)
@@ -63,12 +65,21 @@ class EngineHost:
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return await self._engine.score(token_ids)
 
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        await self._engine.release_memory(parts)
+
+    async def resume_memory(self, parts: Sequence[str]) -> None:
+        await self._engine.resume_memory(parts)
+
+    async def memory_bytes(self) -> dict[str, int]:
+        return await self._engine.memory_bytes()
+
     async def stop(self) -> None:
         if self._started is not None:
             await self._started.stop()
 
     @property
-    def _engine(self) -> ScoringEngine:
+    def _engine(self) -> SharingEngine:
         if self._started is None:
             raise RuntimeError(f"engine-{self._number} was not started")
         return self._started.engine

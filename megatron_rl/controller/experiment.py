@@ -14,12 +14,11 @@ from pathlib import Path
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
+from megatron_rl.config.rollout_sections import SamplingSection
 from megatron_rl.config.sections import (
-    ClusterSection,
     CriticSection,
     ExperimentConfig,
     RolloutSection,
-    SamplingSection,
 )
 from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, ReferenceActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
@@ -28,25 +27,29 @@ from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoo
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup, reference_model
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.probe import WeightProbe
+from megatron_rl.controller.processes import give_up_gpus, open_cluster, stop_all
 from megatron_rl.controller.remote import CriticGroup, RankGroup, ReferenceGroup, RemoteEngine, RoleGroups, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.schedule import build_producer
 from megatron_rl.controller.scoring import Scoring
 from megatron_rl.controller.setups import EngineSetup, WorkerSetup
 from megatron_rl.controller.stop_signals import cancelled_by_signals
+from megatron_rl.controller.turns import ColocatedTrainers, Turns
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
+from megatron_rl.data.curriculum_sampler import CurriculumSampler
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
+from megatron_rl.rollout.generate.function import load_function
+from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import SamplingParams
 
 logger = logging.getLogger(__name__)
-STOP_TIMEOUT_S = 30.0
 NUM_PROBE_PROMPTS = 4
 
 
@@ -62,6 +65,7 @@ class Experiment:
         self._algorithm = build_algorithm(config.algorithm)
         self._critic = config.critic if "values" in self._algorithm.needs else None
         check_engine_is_served(config.rollout)
+        self._function = load_function(config.rollout.generate, tokenizer)
         self._layout = trainer_layout(config.trainer.layout)
         self._critic_layout = self._reference_layout = None
         if self._critic is not None and self._critic.layout is not None:
@@ -93,7 +97,7 @@ class Experiment:
             nodes_per_engine=engine_nodes(config.rollout),
         )
         logger.info("starting %d processes", len(plan.bundles))
-        cluster = await _open_cluster(config.cluster, plan)
+        cluster = await open_cluster(config.cluster, plan)
         arm_signals()  # Ray has put a handler of its own over ours
         telemetry = build_telemetry(config.telemetry, self.directory.path, config.run.num_steps, sys.stderr)
         engines: list[RemoteEngine] = []
@@ -103,7 +107,7 @@ class Experiment:
             reference = None if self._reference_layout is None else self._create_reference(cluster, self._reference_layout)
             engines += self._create_engines(cluster)
             groups = [group for group in (trainers, critic, reference) if group is not None]
-            shares_prompts, addresses = await self._start(groups, engines)
+            shares_prompts, addresses = await self._start(groups, engines, cluster.plan)
             for kind, layout in (("critic", self._critic_layout), ("reference", self._reference_layout)):
                 if layout is not None:
                     logger.info("%d %s ranks (%s)", layout.world_size, kind, _sizes(layout))
@@ -113,36 +117,65 @@ class Experiment:
             )  # fmt: skip
             sync = config.sync
             probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
-            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe)
+            turns = self._turns(trainers, engines, telemetry) if self._is_colocated else None
+            weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe, turns)
             batcher = Batcher(
                 self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, self._reference_layout,
                 shares_prompts=shares_prompts,
             )  # fmt: skip
-            roles = trainers if len(groups) == 1 else self._role_groups(trainers, critic, reference)
+            roles: Trainers = trainers
+            if len(groups) > 1:
+                roles = self._role_groups(trainers, critic, reference)
+            if turns is not None:
+                roles = ColocatedTrainers(roles, turns)
             await self._training_loop(data, score, engines, roles, batcher, weight_sync, telemetry).execute()
             if config.checkpoint.export_hf_at_end:
+                if turns is not None:
+                    await turns.to_trainers()
                 await self._export(trainers, "final")
         finally:
             await score.close()
-            await _stop_all(engines)
+            await stop_all(engines)
             cluster.close()
             telemetry.close()
 
-    async def _start(self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine]) -> tuple[bool, list[Address]]:
-        """Start everything side by side: (whether all ranks can share prompts, the receivers' addresses by engine)."""
+    async def _start(
+        self, groups: Sequence[RankGroup], engines: Sequence[RemoteEngine], plan: BundlePlan
+    ) -> tuple[bool, list[Address]]:
+        """Start everything: (whether all ranks can share prompts, the receivers' addresses by engine). Side by side, or
+        where both share GPUs the engines when the trainers have given theirs up."""
         limit_s = self._config.cluster.start_timeout_s
         scope = asyncio.timeout(limit_s)
+        devices: list[list[str | None]] = [[] for _ in engines]
         try:
             async with scope:
+                starting = asyncio.gather(*(group.start() for group in groups))
+                if self._is_colocated:
+                    await starting
+                    devices = await give_up_gpus(groups, plan)
                 shares_prompts, starts = await asyncio.gather(
-                    asyncio.gather(*(group.start() for group in groups)),
-                    asyncio.gather(*(engine.start() for engine in engines)),
+                    starting, asyncio.gather(*(engine.start(gpus) for engine, gpus in zip(engines, devices, strict=True)))
                 )
         except TimeoutError:
             if not scope.expired():
                 raise
             raise PhaseTimeoutError(f"phase start: not done within cluster.start_timeout_s={limit_s:.0f}") from None
         return all(shares_prompts), [address for start in starts for address in start]
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self._config.cluster.placement == "colocated"
+
+    def _turns(self, trainers: TrainerGroup, engines: Sequence[RemoteEngine], telemetry: Telemetry) -> Turns:
+        sync = self._config.sync
+        return Turns(
+            trainers,
+            engines,
+            pause_mode=sync.pause_mode or "retract",
+            timeout_s=sync.timeout_s,
+            span=telemetry.span,
+            record=telemetry.record,
+        )
 
     def _training_loop(
         self,
@@ -156,9 +189,12 @@ class Experiment:
     ) -> TrainingLoop:
         config = self._config
         capacities = self._capacities()
+        section = config.data.curriculum
+        curriculum = CurriculumSampler(data.train_sampler, Curriculum(config.data.seed), section) if section.enabled else None
         producer = build_producer(
             config.run, config.rollout, config.sync, engines, capacities, score,
-            self._sampling(config.rollout.sampling), data.train_sampler.next,
+            self._sampling(config.rollout.sampling), (curriculum or data.train_sampler).next,
+            self._function, None if curriculum is None else curriculum.curriculum, section.adapt_samples,
         )  # fmt: skip
         assert config.rollout.eval_sampling is not None
         return TrainingLoop(
@@ -171,12 +207,14 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             producer=producer,
-            collector=Collector(engines, capacities, score, config.run.seed),
+            collector=Collector(engines, capacities, score, config.run.seed, self._function),
             batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,
             directory=self.directory,
+            length_bias_alarm=config.rollout.length_bias_alarm,
+            curriculum=curriculum,
         )
 
     def _create_trainers(self, cluster: Cluster) -> TrainerGroup:
@@ -184,7 +222,7 @@ class Experiment:
         setup = self._worker_setup(cluster, self._layout, critic)
         python = self._config.cluster.trainer_python
         actors = [
-            cluster.create(TrainerActor, f"trainer-{rank}", rank, python, setup, rank)
+            cluster.create(TrainerActor, f"trainer-{rank}", cluster.plan.trainers[rank], python, setup, rank)
             for rank in range(self._layout.world_size)
         ]
         return TrainerGroup(actors, self._layout, self._key, cluster.logs)
@@ -194,7 +232,7 @@ class Experiment:
         setup = self._worker_setup(cluster, layout, self._critic)
         python, first = self._config.cluster.trainer_python, self._layout.world_size
         actors = [
-            cluster.create(CriticActor, f"critic-{rank}", first + rank, python, setup, rank)
+            cluster.create(CriticActor, f"critic-{rank}", cluster.plan.trainers[first + rank], python, setup, rank)
             for rank in range(layout.world_size)
         ]
         return CriticGroup(actors, layout, cluster.logs)
@@ -206,7 +244,7 @@ class Experiment:
         first = self._layout.world_size + (0 if self._critic_layout is None else self._critic_layout.world_size)
         python = self._config.cluster.trainer_python
         actors = [
-            cluster.create(ReferenceActor, f"reference-{rank}", first + rank, python, setup, rank)
+            cluster.create(ReferenceActor, f"reference-{rank}", cluster.plan.trainers[first + rank], python, setup, rank)
             for rank in range(layout.world_size)
         ]
         return ReferenceGroup(actors, layout, cluster.logs)
@@ -265,14 +303,15 @@ class Experiment:
             start_id=secrets.token_hex(4),
             is_single_node=cluster.is_single_node,
             returns_routing=config.algorithm.router_replay == "r3",
+            is_colocated=self._is_colocated,
         )
         python, engines = config.cluster.engine_python, []
         for number in range(config.rollout.num_engines):
             name = f"engine-{number}"
-            first, *further = cluster.plan.engine_bundles(number)
+            first, *further = cluster.plan.engines[number]
             nodes = [
-                cluster.create(EngineNodeActor, f"{name}-node-{rank}", bundle, python, setup, number, rank)
-                for rank, bundle in enumerate(further, start=1)
+                cluster.create(EngineNodeActor, f"{name}-node-{rank}", place, python, setup, number, rank)
+                for rank, place in enumerate(further, start=1)
             ]
             actor = cluster.create(EngineActor, name, first, python, setup, number)
             engines.append(RemoteEngine(actor, name, cluster.logs, nodes))
@@ -312,17 +351,6 @@ class Experiment:
         return folder
 
 
-async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
-    """Connect in a thread, so that signals are heard meanwhile."""
-    namespace = f"megatron-rl-{secrets.token_hex(4)}"
-    opening = asyncio.ensure_future(asyncio.to_thread(Cluster, section, plan, namespace))
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        (await opening).close()
-        raise
-
-
 def check_engine_is_served(section: RolloutSection) -> None:
     """Raises UnservedError for data-parallel attention: SGLang asserts dp_size == 1 in every weight update."""
     if section.engine == "sglang" and section.sglang.attn_dp_size > 1:
@@ -358,16 +386,3 @@ def _longest(config: ExperimentConfig) -> int:
 def _sizes(layout: ParallelLayout) -> str:
     names = ("tp", "pp", "virtual_pp", "cp", "ep", "etp", "dp")
     return " ".join(f"{name}{getattr(layout, name)}" for name in names if getattr(layout, name) > 1) or "single"
-
-
-async def _stop_all(engines: Sequence[RemoteEngine]) -> None:
-    """Let engines end what they started. An engine that is dead or hangs is left to the cluster's end."""
-    stops = asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
-    try:
-        results = await asyncio.wait_for(stops, STOP_TIMEOUT_S)
-    except TimeoutError:
-        logger.warning("engines did not stop within %.0f s; their processes are ended", STOP_TIMEOUT_S)
-        return
-    for result in results:
-        if isinstance(result, Exception):
-            logger.debug("while stopping: %s", result)

@@ -20,35 +20,54 @@ class PlacementError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs: its bundle, and what of it is its own."""
+
+    bundle: int
+    num_gpus: float = 0.0
+    num_cpus: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class BundlePlan:
-    """One bundle per trainer rank, then, engine by engine, one for each of its nodes."""
+    """What to reserve, and who runs where: a place per trainer rank (a critic's on ranks of its own behind the policy's),
+    and per engine one for each of its nodes, the first before the others."""
 
     bundles: tuple[Mapping[str, float], ...]
-    num_trainer_ranks: int
-    nodes_per_engine: int = 1
-
-    def engine_bundles(self, number: int) -> range:
-        """The bundles of one engine, its first node before the others."""
-        first = self.num_trainer_ranks + number * self.nodes_per_engine
-        return range(first, first + self.nodes_per_engine)
+    trainers: tuple[Place, ...]
+    engines: tuple[tuple[Place, ...], ...]
 
     @property
     def num_cpus(self) -> int:
-        return len(self.bundles)
+        return int(sum(bundle["CPU"] for bundle in self.bundles))
+
+    def trainers_beside(self, place: Place) -> list[int]:
+        """The trainer ranks in an engine node's bundle."""
+        return [rank for rank, trainer in enumerate(self.trainers) if trainer.bundle == place.bundle]
 
 
 def plan_bundles(
     section: ClusterSection, num_trainer_ranks: int, num_engines: int, ranks_per_engine: int, nodes_per_engine: int = 1
 ) -> BundlePlan:
-    """What to reserve: a CPU for each actor, and the GPUs of its ranks."""
+    """A CPU for each actor, and the GPUs of its ranks. Colocated: one bundle per engine node holds it and its share of the
+    trainer ranks, consecutive ones; the GPUs are reserved for the trainers, and the engine is told which they are."""
+    num_nodes = num_engines * nodes_per_engine
+    if section.placement == "colocated":
+        share = num_trainer_ranks // num_nodes
+        trainers = tuple(Place(rank // share, section.gpus_per_trainer_rank) for rank in range(num_trainer_ranks))
+        bundles = [_bundle(share + 1, share * section.gpus_per_trainer_rank)] * num_nodes
+        nodes = [Place(number) for number in range(num_nodes)]
+    else:
+        gpus_per_node = section.gpus_per_engine_rank * ranks_per_engine / nodes_per_engine
+        trainers = tuple(Place(rank, section.gpus_per_trainer_rank) for rank in range(num_trainer_ranks))
+        bundles = [_bundle(1, section.gpus_per_trainer_rank)] * num_trainer_ranks + [_bundle(1, gpus_per_node)] * num_nodes
+        nodes = [Place(num_trainer_ranks + number, gpus_per_node) for number in range(num_nodes)]
+    starts = range(0, num_nodes, nodes_per_engine)
+    return BundlePlan(tuple(bundles), trainers, tuple(tuple(nodes[at : at + nodes_per_engine]) for at in starts))
 
-    def bundle(num_gpus: float) -> Mapping[str, float]:
-        return {"CPU": 1.0, "GPU": num_gpus} if num_gpus else {"CPU": 1.0}
 
-    trainers = [bundle(section.gpus_per_trainer_rank)] * num_trainer_ranks
-    gpus_per_node = section.gpus_per_engine_rank * ranks_per_engine / nodes_per_engine
-    engines = [bundle(gpus_per_node)] * (num_engines * nodes_per_engine)
-    return BundlePlan((*trainers, *engines), num_trainer_ranks, nodes_per_engine)
+def _bundle(num_cpus: float, num_gpus: float) -> Mapping[str, float]:
+    return {"CPU": float(num_cpus), "GPU": num_gpus} if num_gpus else {"CPU": float(num_cpus)}
 
 
 class Cluster:
@@ -77,9 +96,8 @@ class Cluster:
                 f"cluster.start_timeout_s={section.start_timeout_s:.0f}; free resources: {ray.available_resources()}"
             )
 
-    def create(self, actor_class: type, name: str, bundle: int, python: str | None, *args: Any) -> Any:
-        """An actor in a bundle; `python` is its interpreter (None: this one)."""
-        resources = self.plan.bundles[bundle]
+    def create(self, actor_class: type, name: str, place: Place, python: str | None, *args: Any) -> Any:
+        """An actor at its place; `python` is its interpreter (None: this one)."""
         runtime_env: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
         if python:
             runtime_env["py_executable"] = python
@@ -87,11 +105,11 @@ class Cluster:
             ray.remote(actor_class)
             .options(
                 name=name,
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
+                num_cpus=place.num_cpus,
+                num_gpus=place.num_gpus,
                 max_restarts=0,
                 runtime_env=runtime_env,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.bundle),
             )
             .remote(*args)
         )

@@ -5,6 +5,7 @@ Every method is collective over the ranks of a layout: the group calls it on all
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,23 @@ class PolicyWorker:
             spec=self._spec,
             vocab_multiple=setup.model.vocab_multiple,
         )
+
+    def offload(self, states: Sequence[str]) -> dict[str, int]:
+        """Give the device memory of these states up, the critic's too; the bytes of each."""
+        num_bytes = self._trainer.offload(states)
+        if self._critic is not None:
+            num_bytes = {state: n + num_bytes[state] for state, n in self._critic.trainer.offload(states).items()}
+        return num_bytes
+
+    def onload(self, states: Sequence[str]) -> None:
+        """Take back what `offload` gave up."""
+        self._trainer.onload(states)
+        if self._critic is not None:
+            self._critic.trainer.onload(states)
+
+    def visible_gpus(self) -> str | None:
+        """What CUDA_VISIBLE_DEVICES names here: the GPU that Ray gave this rank."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def stop(self) -> None:
         self._close_sender()

@@ -27,11 +27,13 @@ class WeightProbe:
     def is_due(self, version: int) -> bool:
         return bool(self._token_ids) and self._interval > 0 and version % self._interval == 0
 
-    async def check(self, trainers: ScoringTrainers, engines: Sequence[ScoringEngine]) -> list[float]:
+    async def expect(self, trainers: ScoringTrainers) -> list[np.ndarray]:
+        """What the engines should say: the trainers' log-probs of the batch."""
+        return await trainers.score_tokens(self._token_ids)
+
+    async def check(self, expected: Sequence[np.ndarray], engines: Sequence[ScoringEngine]) -> list[float]:
         """The mean absolute gap per engine. Raises ValueError naming the first engine whose gap is too large."""
-        expected, *scored = await asyncio.gather(
-            trainers.score_tokens(self._token_ids), *(engine.score(self._token_ids) for engine in engines)
-        )
+        scored = await asyncio.gather(*(engine.score(self._token_ids) for engine in engines))
         gaps = [compute_gap(expected, scores) for scores in scored]
         for number, gap in enumerate(gaps):
             if not gap <= self._tolerance:  # nan too

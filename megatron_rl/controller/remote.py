@@ -49,14 +49,16 @@ class RemoteEngine:
         self._watches: list[asyncio.Future[None]] = []
         self._stream = RequestStream(lambda *batch: self._call("exchange", *batch))
 
-    async def start(self) -> list[Address]:
-        """Start the engine on all its nodes; the receivers of its ranks. From here on the death of a node fails calls."""
-        meeting = None
+    async def start(self, devices: Sequence[str | None] = ()) -> list[Address]:
+        """Start the engine on all its nodes; the receivers of its ranks. From here on the death of a node fails calls.
+        `devices`: per node, the GPUs that it shares with trainers."""
+        devices, meeting = devices or [None] * (1 + len(self._nodes)), None
         if self._nodes:
             host, port = await self._call("free_address")
             meeting = f"{host}:{port}"
         addresses, *_ = await asyncio.gather(
-            self._call("start", meeting), *(self._call_node(index, "start", meeting) for index in range(len(self._nodes)))
+            self._call("start", meeting, devices[0]),
+            *(self._call_node(index, "start", meeting, devices[index + 1]) for index in range(len(self._nodes))),
         )
         self._watches = [asyncio.ensure_future(self._call_node(index, "watch")) for index in range(len(self._nodes))]
         return [tuple(address) for address in addresses]
@@ -81,6 +83,15 @@ class RemoteEngine:
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return await self._call("score", token_ids)
+
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        await self._call("release_memory", parts)
+
+    async def resume_memory(self, parts: Sequence[str]) -> None:
+        await self._call("resume_memory", parts)
+
+    async def memory_bytes(self) -> dict[str, int]:
+        return await self._call("memory_bytes")
 
     async def stop(self) -> None:
         for watch in self._watches:
@@ -189,6 +200,18 @@ class TrainerGroup(RankGroup):
 
     async def score_tokens(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return (await self._all("score_tokens", token_ids))[0]
+
+    async def offload(self, states: Sequence[str]) -> dict[str, int]:
+        """Give these states' device memory up; the bytes of each, over all ranks."""
+        sizes = await self._all("offload", states)
+        return {state: sum(rank[state] for rank in sizes) for state in states}
+
+    async def onload(self, states: Sequence[str]) -> None:
+        await self._all("onload", states)
+
+    async def visible_gpus(self) -> list[str | None]:
+        """Per rank, what CUDA_VISIBLE_DEVICES names there."""
+        return await self._all("visible_gpus")
 
     async def export_parts(self, folder: str) -> None:
         await self._all("export_part", folder)

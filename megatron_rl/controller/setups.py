@@ -46,6 +46,7 @@ class EngineSetup:
     is_single_node: bool
     returns_routing: bool = False
     """Whether segments shall tell the experts of every token (`algorithm.router_replay` r3)."""
+    is_colocated: bool = False
 
     def __repr__(self) -> str:
         return f"EngineSetup({self.section.engine}, {self.model.family_name})"

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_rl.controller.interfaces import see_devices
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import StartedEngine
@@ -46,14 +47,15 @@ class EngineNode:
         self._setup, self._number, self._node_rank, self._interface = setup, number, node_rank, interface
         self._server: SglangServer | None = None
 
-    async def start(self, meeting: str) -> None:
-        """Join the engine's first node at `meeting`; returns when this node is up."""
+    async def start(self, meeting: str, devices: str | None = None) -> None:
+        """Join the engine's first node at `meeting`; returns when this node is up. `devices`: see `EngineHost.start`."""
+        see_devices(devices)
         name = f"{engine_name(self._number)}-node-{self._node_rank}"
         self._server = await asyncio.to_thread(
             start_node,
             name,
             self._setup.section.sglang,
-            _place(self._interface, meeting, self._node_rank),
+            _place(self._setup, self._interface, meeting, self._node_rank),
             _served_model(self._setup, name),
             make_keys(),  # nobody calls this node: the first one serves all requests
             receiver_dir=_receiver_dir(self._setup, self._number),
@@ -96,7 +98,7 @@ async def _start(setup: EngineSetup, number: int, interface: str, meeting: str |
         start_engine,
         name,
         setup.section.sglang,
-        _place(interface, meeting, node_rank=0),
+        _place(setup, interface, meeting, node_rank=0),
         _served_model(setup, name),
         receiver_dir=receiver_dir,
         log_path=Path(setup.run_directory) / "logs" / f"{name}.log",
@@ -104,13 +106,14 @@ async def _start(setup: EngineSetup, number: int, interface: str, meeting: str |
     )
 
 
-def _place(interface: str, meeting: str | None, node_rank: int) -> EnginePlace:
+def _place(setup: EngineSetup, interface: str, meeting: str | None, node_rank: int) -> EnginePlace:
     return EnginePlace(
         host=interface,
         node_rank=node_rank,
         dist_init_addr=meeting,
         device="cuda" if select_platform(0).device.type == "cuda" else "cpu",
         cpu_cores=tuple(sorted(os.sched_getaffinity(0))),
+        gives_memory_up=setup.is_colocated,
     )
 
 

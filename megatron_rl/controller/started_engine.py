@@ -23,10 +23,26 @@ class ScoringEngine(GenerationEngine, Protocol):
         ...
 
 
+class SharingEngine(ScoringEngine, Protocol):
+    """An engine that gives memory up and takes it again; parts are `kv_cache`, `weights` and `cuda_graph`."""
+
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        """Raises RuntimeError while it runs a request. Without weights it is dirty until the next commit."""
+        ...
+
+    async def resume_memory(self, parts: Sequence[str]) -> None:
+        """Memory without values. Raises RuntimeError for a part that was not released."""
+        ...
+
+    async def memory_bytes(self) -> dict[str, int]:
+        """What each part holds now."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
     """An engine that serves, the receiver of each of its ranks, and how it is ended."""
 
-    engine: ScoringEngine
+    engine: SharingEngine
     addresses: list[Address]
     stop: Callable[[], Awaitable[None]]

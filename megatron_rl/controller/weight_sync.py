@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
+
+import numpy as np
 
 from megatron_rl.config.sections import SyncSection
 from megatron_rl.controller.probe import ScoringTrainers, WeightProbe
@@ -27,6 +30,35 @@ class WeightSenders(ScoringTrainers, Protocol):
         ...
 
 
+class Handover(Protocol):
+    """What surrounds a sync where both sides share memory (`controller.turns.Turns`)."""
+
+    async def before_sync(self) -> None:
+        """Both sides hold weights when this returns."""
+        ...
+
+    def syncing(self) -> AbstractContextManager[None]:
+        """The time in which both sides need their weights."""
+        ...
+
+    async def after_sync(self) -> None:
+        """The engines can sample when this returns; the trainers hold no weights any more."""
+        ...
+
+
+class NoHandover:
+    """Each side has memory of its own."""
+
+    async def before_sync(self) -> None:
+        return
+
+    def syncing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def after_sync(self) -> None:
+        return
+
+
 class WeightSync:
     """Brings all engines to the trainers' weights, one version after another.
 
@@ -44,9 +76,10 @@ class WeightSync:
         key: bytes,
         section: SyncSection,
         probe: WeightProbe | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self._plan, self._senders, self._engines = plan, senders, engines
-        self._section, self._probe = section, probe
+        self._section, self._probe, self._handover = section, probe, handover or NoHandover()
         self._addresses = tuple(addresses)
         self._receivers = [ReceiverControl(r, a, key, section.timeout_s) for r, a in enumerate(addresses)]
         self._dtypes: Mapping[str, str] | None = None
@@ -76,6 +109,18 @@ class WeightSync:
             receiver.close()
 
     async def _publish(self, version: PolicyVersion) -> None:
+        probe = self._probe if self._probe is not None and self._probe.is_due(version) else None
+        await self._handover.before_sync()
+        with self._handover.syncing():
+            await self._bring(version)
+            expected = None if probe is None else await probe.expect(self._senders)
+        await self._handover.after_sync()
+        await asyncio.gather(*(engine.resume() for engine in self._engines))
+        if probe is not None and expected is not None:
+            await self._check_by_probe(probe, expected)
+
+    async def _bring(self, version: PolicyVersion) -> None:
+        """Transfer, verify, commit."""
         sync, is_staged = f"{version}-{secrets.token_hex(8)}", self._section.staging == "host"
         if is_staged:
             await self._transfer(sync, version, is_staged=True)
@@ -88,9 +133,6 @@ class WeightSync:
         held = await asyncio.gather(*(engine.load_weights(commit) for engine in self._engines))
         if set(held) != {version}:
             raise SyncError(f"weight sync to version {version}: the engines report {sorted(set(held))}")
-        await asyncio.gather(*(engine.resume() for engine in self._engines))
-        if self._probe is not None and self._probe.is_due(version):
-            await self._check_by_probe(version, self._probe)
 
     async def _begin(self) -> None:
         """From here on the engines are paused and refuse to sample until a commit."""
@@ -103,7 +145,8 @@ class WeightSync:
             self._dtypes = await self._check_receivers()
         sources = [sources_of(self._plan, rank) for rank in range(len(self._receivers))]
         await self._ask_all(lambda r: r.begin(sync, version, sources[r.target_rank], is_staged=is_staged))
-        sent = await self._senders.send_weights(SyncOrder(sync, version, self._addresses, self._dtypes))
+        order = SyncOrder(sync, version, self._addresses, self._dtypes, self._plan.layout_digest)
+        sent = await self._senders.send_weights(order)
         received = await self._ask_all(lambda receiver: receiver.finish(sync))
         check_digests(self._plan, sent, received)
 
@@ -116,9 +159,9 @@ class WeightSync:
                     raise SyncError(f"'{name}' is {dtypes[0][name]} on engine rank 0 and {dtype} on engine rank {rank}")
         return dtypes[0]
 
-    async def _check_by_probe(self, version: PolicyVersion, probe: WeightProbe) -> None:
+    async def _check_by_probe(self, probe: WeightProbe, expected: Sequence[np.ndarray]) -> None:
         try:
-            await probe.check(self._senders, self._engines)
+            await probe.check(expected, self._engines)
         except ValueError:
             await self._begin()  # what they hold is wrong: they sample no more
             raise

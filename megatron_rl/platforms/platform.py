@@ -100,3 +100,9 @@ def select_platform(local_rank: int = 0) -> Platform:
     if torch.cuda.is_available():
         return CudaPlatform(torch.device("cuda", local_rank % torch.cuda.device_count()))
     return CpuPlatform()
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give what the allocator keeps for later back to the device, so that another process can have it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.resharding.box_table import PlanError
 from megatron_rl.resharding.boxes import Box, PairTable, hash_boxes
 from megatron_rl.resharding.channel import Channel, ChannelError, PeerRefusedError, connect
 from megatron_rl.resharding.control import Address
@@ -55,7 +56,13 @@ class WeightSender:
 
         `chunks` are the rank's parameters per virtual chunk; they travel in the engines' dtypes. Returns what was sent,
         as hashed here. Raises ChannelError or ValueError with the line of the first that failed; the others are cut off.
+        Raises PlanError for an order of another plan: both sides hash this one's boxes and would agree.
         """
+        if order.plan != self.plan.layout_digest:
+            raise PlanError(
+                f"this trainer rank's plan {self.plan.layout_digest} is not the controller's {order.plan}: a layout has "
+                "changed since it was made"
+            )
         if not self._pairs:
             return []
         params = {SourceParam(number, name): p for number, chunk in enumerate(chunks) for name, p in chunk.items()}

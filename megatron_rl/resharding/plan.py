@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -73,6 +73,12 @@ class ReshardPlan:
             for name in sorted(table):
                 digest.update(np.ascontiguousarray(table[name]).data)
         return digest.hexdigest()
+
+    @cached_property
+    def layout_digest(self) -> str:
+        """Of the model and both layouts, without the names that a layer spec gives the trainer's parameters: equal where
+        two plans bring the same slices to the same places, which is what an order and its senders compare."""
+        return hashlib.blake2b(repr(replace(self.key, spec="")).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:

@@ -26,12 +26,14 @@ from torch import Tensor
 from megatron_rl.config.sections import OptimizerSection, TrainerSection
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.shards import padded_vocab
-from megatron_rl.platforms.platform import Platform
+from megatron_rl.platforms.platform import Platform, free_cached_memory
+from megatron_rl.scheduling.colocation import TRAINER_STATES
 from megatron_rl.trainer.attention import pack_for_local_attention, pack_for_transformer_engine
 from megatron_rl.trainer.layer_specs import shares_prompts, uses_transformer_engine
 from megatron_rl.trainer.model import DecoderModel, build_model_chunks
 from megatron_rl.trainer.model_config import DTYPES, plan_ddp_config, plan_optimizer_config, plan_transformer_config
 from megatron_rl.trainer.objective import Objective, sum_metrics
+from megatron_rl.trainer.offload import ParkedState, gradients_of, optimizer_state_of, parameters_of
 from megatron_rl.trainer.optimizer import build_optimizer, build_schedule, forget_moments
 from megatron_rl.trainer.packed_inputs import PackedInputs, plan_packed_inputs
 from megatron_rl.trainer.router_replay import RouterRows, chosen_by_layer, install_router_replay
@@ -126,15 +128,41 @@ class MegatronRole(ABC):
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = build_optimizer(
-            OptimizerConfig(**plan_optimizer_config(trainer, torch_dtype)), self.ddp_chunks, trainer.fused_optimizer
-        )
+        optimizer_config = OptimizerConfig(**plan_optimizer_config(trainer, torch_dtype))
+        self.optimizer = build_optimizer(optimizer_config, self.ddp_chunks, trainer.fused_optimizer)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         if ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = build_schedule(self.optimizer, trainer.optimizer, num_optimizer_steps)
+        self._parked = {state: ParkedState(keeps_values=state != "gradients") for state in TRAINER_STATES}
+
+    # -- device memory ------------------------------------------------------------------------------------------------
+
+    def offload(self, states: Sequence[str]) -> dict[str, int]:
+        """Give the device memory of these states up; the bytes of each. Nothing that reads them may be called until
+        `onload`. Gradients come back as zeros."""
+        self.platform.synchronize()
+        for chunk in self.ddp_chunks if "parameters" in states else ():
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # gathers that wait for the next forward pass
+        num_bytes = {state: self._parked[state].offload(self._tensors_of(state)) for state in states}
+        free_cached_memory(self.platform.device)
+        return num_bytes
+
+    def onload(self, states: Sequence[str]) -> None:
+        """Take back what `offload` gave up."""
+        for state in states:
+            self._parked[state].onload()
+        self.platform.synchronize()
+
+    def _tensors_of(self, state: str) -> list[Tensor]:
+        if state == "parameters":
+            return parameters_of(self.ddp_chunks)
+        if state == "gradients":
+            return gradients_of(self.ddp_chunks)
+        return optimizer_state_of(self.optimizer, self.ddp_chunks)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

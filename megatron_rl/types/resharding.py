@@ -48,10 +48,11 @@ class SyncOrder:
     """What the controller tells every trainer rank: bring the engine ranks to `version`.
 
     `sync` names this attempt; `addresses[r]` is the receiver of engine rank r; `dtypes` says how the engines hold each
-    parameter.
+    parameter; `plan` is the layout digest of the controller's plan.
     """
 
     sync: str
     version: int
     addresses: tuple[tuple[str, int], ...]
     dtypes: Mapping[str, str]
+    plan: str

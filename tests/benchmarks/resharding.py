@@ -9,7 +9,10 @@ as one gloo message. `gloo_ceiling`: four pairs send a quarter of the bytes each
 bytes once. `p2p` and `shm` are the library's own sync; both also run with digests on both sides (`*_verified`). A time is
 the last rank's end minus the first rank's start on CLOCK_MONOTONIC. `bit_exact`: in the last round, after every contestant
 that moves weights, every engine parameter equals the slice of the Hugging Face tensor. The delta figures are of real Adam
-steps at learning rate 1e-6 in steady state, in GB of weights per CPU-second of one core.
+steps at learning rate 1e-6 in steady state, in GB of weights per CPU-second of one core. `*_vs_megatron_core`: against
+Megatron-Core's own resharding, on a model that it can move (`megatron_refit.py`).
+
+Needs about five times the model's bytes of memory, and ends within `--deadline` seconds per part, or says so.
 """
 
 from __future__ import annotations
@@ -29,12 +32,11 @@ import torch
 
 from megatron_rl.resharding import delta
 from megatron_rl.resharding.boxes import Box
+from tests.benchmarks.megatron_refit import measure_refit
 from tests.benchmarks.resharding_ranks import CONTESTANTS, NUM_RANKS, model_dims, rank_main
 
-DEADLINE_S = 150.0
 
-
-def measure_syncs(rounds: int, is_small: bool) -> dict[str, Any]:
+def measure_syncs(rounds: int, is_small: bool, deadline_s: float) -> dict[str, Any]:
     """Seconds of every contestant per round, and whether every sync was bit-exact."""
     context = multiprocessing.get_context("fork")  # every rank starts with torch imported
     results, barrier = context.Queue(), context.Barrier(NUM_RANKS)
@@ -42,18 +44,21 @@ def measure_syncs(rounds: int, is_small: bool) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        context.Process(target=rank_main, args=(rank, port, rounds, is_small, barrier, results), daemon=True)
+        context.Process(target=rank_main, args=(rank, port, rounds, is_small, deadline_s, barrier, results), daemon=True)
         for rank in range(NUM_RANKS)
     ]
     for process in ranks:
         process.start()
+    reports: list[dict[str, Any]] = []
+    ends_s = time.monotonic() + deadline_s
     try:
-        reports = [results.get(timeout=DEADLINE_S) for _ in ranks]
+        for _ in ranks:
+            reports.append(results.get(timeout=max(ends_s - time.monotonic(), 0.0)))
     except Empty:
-        raise TimeoutError(f"the ranks did not end within {DEADLINE_S:.0f} s") from None
+        raise TimeoutError(f"the ranks did not end within {deadline_s:.0f} s; raise --deadline") from None
     finally:
         for process in ranks:
-            process.join(5.0)
+            process.join(max(ends_s - time.monotonic(), 1.0) if len(reports) == NUM_RANKS else 0.0)
             if process.is_alive():
                 process.kill()
     if failed := [report["error"] for report in reports if "error" in report]:
@@ -147,10 +152,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that warms up")
     parser.add_argument("--small", action="store_true", help="a model of a few MB: does it run?")
+    parser.add_argument("--deadline", type=float, default=150.0, help="seconds that the ranks may take")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    measured = measure_syncs(arguments.rounds, arguments.small)
-    figures = compare(measured, model_dims(arguments.small)[1]) | measure_delta()
+    options = arguments.rounds, arguments.small, arguments.deadline
+    figures = compare(measure_syncs(*options), model_dims(arguments.small)[1]) | measure_delta() | measure_refit(*options)
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
     print(json.dumps(rounded) if arguments.json else "\n".join(f"{k:34} {v}" for k, v in rounded.items()), flush=True)
 

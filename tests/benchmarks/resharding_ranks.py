@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from tests.unit.resharding.rig import expected_shard, live_vocab_rows
 FAMILY, LAYOUT, ENGINE = "qwen3_moe", ParallelLayout(tp=2, pp=2, ep=2), EngineLayout(4, 1)
 NUM_TRAINERS = NUM_ENGINES = 4
 NUM_RANKS = NUM_TRAINERS + NUM_ENGINES
-KEY, TIMEOUT_S = b"b" * 32, 60.0
+KEY = b"b" * 32
 BROADCAST_ELEMENTS = 32 * 1024 * 1024
 """64 MB: the bucket of gather-and-broadcast."""
 CONTESTANTS = ("gather_broadcast", "per_slice", "gloo_ceiling", "p2p", "p2p_verified", "memcpy", "shm", "shm_verified")
@@ -77,10 +78,11 @@ class NoDigest:
         pass
 
     def hexdigest(self) -> str:
-        return "none"
+        return NO_DIGEST
 
 
-digest._DIGESTS["none"] = NoDigest
+NO_DIGEST = "none"
+digest._DIGESTS[NO_DIGEST] = NoDigest
 
 
 @dataclass
@@ -248,17 +250,19 @@ def prepare_memcpy(rank: Rank) -> Callable[[], None]:
     return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), num_bytes) if num_bytes else None
 
 
-def prepare_sync(rank: Rank, addresses: Sequence[tuple[str, int]], transport: Any, digests: Sequence[str]) -> Any:
+def prepare_sync(
+    rank: Rank, addresses: Sequence[tuple[str, int]], transport: Any, digests: Sequence[str], timeout_s: float
+) -> Any:
     """The library's own sync. Returns (announce a sync, which rank 0 does before the clock starts; run it)."""
     dtypes = dict.fromkeys(rank.plan.target_shapes, "bfloat16")
-    options = SendOptions(bucket_bytes=4 * 1024 * 1024, timeout_s=TIMEOUT_S, transport=transport)
+    options = SendOptions(bucket_bytes=4 * 1024 * 1024, timeout_s=timeout_s, transport=transport)
     sender = WeightSender(rank.plan, rank.number, addresses, KEY, options) if rank.is_trainer else None
-    controls = [ReceiverControl(r, a, KEY, TIMEOUT_S) for r, a in enumerate(addresses)] if rank.number == 0 else []
+    controls = [ReceiverControl(r, a, KEY, timeout_s) for r, a in enumerate(addresses)] if rank.number == 0 else []
     order: list[Any] = [None]
 
     def announce() -> None:
         if controls:
-            order[0] = SyncOrder(secrets.token_hex(4), 1, tuple(addresses), dtypes)
+            order[0] = SyncOrder(secrets.token_hex(4), 1, tuple(addresses), dtypes, rank.plan.layout_digest)
             for control in controls:
                 control.begin(order[0].sync, 1, sources_of(rank.plan, control.target_rank), is_staged=False)
         dist.broadcast_object_list(order, src=0)
@@ -271,13 +275,15 @@ def prepare_sync(rank: Rank, addresses: Sequence[tuple[str, int]], transport: An
     return announce, run
 
 
-def rank_main(number: int, port: int, rounds: int, is_small: bool, barrier: Any, results: Any) -> None:
+def rank_main(number: int, port: int, rounds: int, is_small: bool, timeout_s: float, barrier: Any, results: Any) -> None:
     try:
-        _end_with(os.getppid())
+        end_with(os.getppid())
         torch.set_num_threads(1)
         address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=address, rank=number, world_size=NUM_RANKS)
-        results.put(_run_rank(Rank(number, model_dims(is_small)[0]), rounds, barrier))
+        dist.init_process_group(
+            "gloo", init_method=address, rank=number, world_size=NUM_RANKS, timeout=timedelta(seconds=timeout_s)
+        )
+        results.put(_run_rank(Rank(number, model_dims(is_small)[0]), rounds, timeout_s, barrier))
     except BaseException:  # noqa: BLE001 - whatever it was, the parent reports it
         results.put({"error": f"rank {number}: {traceback.format_exc()}"})
         barrier.abort()
@@ -287,23 +293,23 @@ def rank_main(number: int, port: int, rounds: int, is_small: bool, barrier: Any,
         os._exit(0)
 
 
-def _run_rank(rank: Rank, rounds: int, barrier: Any) -> dict[str, Any]:
+def _run_rank(rank: Rank, rounds: int, timeout_s: float, barrier: Any) -> dict[str, Any]:
     receiver = None if rank.is_trainer else Receiver(rank.params, KEY)
     addresses: list[Any] = [None] * NUM_RANKS
     if receiver is not None:
         receiver.start()
     dist.all_gather_object(addresses, None if receiver is None else receiver.address)
     engines = [tuple(address) for address in addresses[NUM_TRAINERS:]]
-    fast = [name for name in digest.DIGEST_NAMES if name != "none"]
+    fast = [name for name in digest.DIGEST_NAMES if name != NO_DIGEST]
     runs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "gather_broadcast": (_nothing, prepare_gather_broadcast(rank)),
         "per_slice": (_nothing, prepare_per_slice(rank)),
         "gloo_ceiling": (_nothing, prepare_gloo_ceiling(rank)),
         "memcpy": (_nothing, prepare_memcpy(rank)),
-        "p2p": prepare_sync(rank, engines, "p2p", ["none"]),
-        "p2p_verified": prepare_sync(rank, engines, "p2p", fast),
-        "shm": prepare_sync(rank, engines, "ipc", ["none"]),
-        "shm_verified": prepare_sync(rank, engines, "ipc", fast),
+        "p2p": prepare_sync(rank, engines, "p2p", [NO_DIGEST], timeout_s),
+        "p2p_verified": prepare_sync(rank, engines, "p2p", fast, timeout_s),
+        "shm": prepare_sync(rank, engines, "ipc", [NO_DIGEST], timeout_s),
+        "shm_verified": prepare_sync(rank, engines, "ipc", fast, timeout_s),
     }
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTESTANTS}
     is_exact = True
@@ -316,17 +322,17 @@ def _run_rank(rank: Rank, rounds: int, barrier: Any) -> dict[str, Any]:
             if checks and rank.is_trainer:
                 rank.load(version)
             announce()
-            barrier.wait(TIMEOUT_S)
+            barrier.wait(timeout_s)
             begun = time.monotonic()
             run()
             spans[name].append((begun, time.monotonic()))
-            barrier.wait(TIMEOUT_S)
+            barrier.wait(timeout_s)
             if checks and not rank.is_trainer:
                 is_exact = is_exact and rank.holds(version)
     return {"spans": spans, "bit_exact": is_exact}
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """The kernel ends this rank when the benchmark's process ends, however that comes."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

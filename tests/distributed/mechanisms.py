@@ -67,6 +67,9 @@ def show_mechanisms(me: Rank, *, folder: str) -> dict[str, Any]:
                 trainer.load_parameters([{**broken, "decoder.final_layernorm.weight": torch.ones(7)}])
             except ValueError as error:
                 results["wrong_shape"] = str(error)
+        results["offload"] = {
+            str(distributed): show_offload(me, platform, whole, count(batch), distributed) for distributed in (True, False)
+        }
     results["worker"] = show_worker(Path(folder))
     return results
 
@@ -86,6 +89,29 @@ def refused_step(trainer: Any, whole: list[Any], denominators: Any) -> dict[str,
     hook.remove()
     losses = [trainer.sft_minibatch(whole, denominators)["loss/supervised"] for _ in range(2)]
     return {"message": message, "losses": losses, "expected": expected}
+
+
+def show_offload(me: Rank, platform: Any, whole: list[Any], denominators: Any, distributed: bool) -> dict[str, Any]:
+    """Three steps, with and without giving all memory up between them; here as on a device, where storages are freed."""
+    shown: dict[str, Any] = {}
+    for gives_up in (False, True):
+        with policy(me, platform, "qwen3_moe", ParallelLayout(), dtype="bf16", distributed_optimizer=distributed) as trainer:
+            for parked in trainer._parked.values():
+                parked._moves = lambda storage: True
+            steps = []
+            for _ in range(3):
+                steps.append(trainer.sft_minibatch(whole, denominators))
+                if gives_up:
+                    before = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
+                    held = trainer.offload(("gradients", "optimizer"))
+                    kept = all(map(torch.equal, before, trainer.chunks[0].parameters()))
+                    held |= trainer.offload(("parameters",))
+                    left = [sum(t.untyped_storage().nbytes() for t in trainer._tensors_of(state)) for state in held]
+                    trainer.onload(("parameters", "gradients", "optimizer"))
+                    shown |= {"held": held, "left": left, "kept": kept}
+            shown[f"steps_{gives_up}"] = steps
+    shown["num_parameters"] = sum(before_.numel() for before_ in before)
+    return shown
 
 
 def expert_biases(trainer: Any) -> list[list[float]]:

@@ -39,6 +39,18 @@ def test_bf16_trains_on_fp32_masters(shown: dict[str, Any], distributed: bool) -
     assert result["learning_rates"][:5] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_memory_that_is_given_up_between_steps_changes_no_step(shown: dict[str, Any], distributed: bool) -> None:
+    result = shown["offload"][str(distributed)]
+    assert result["steps_True"] == result["steps_False"]
+    assert result["kept"] is True, "the weights stay while gradients and optimizer leave: a sync reads them"
+    assert result["left"] == [0, 0, 0]
+    size = result["num_parameters"]  # bf16 weights; fp32 gradients, padded; fp32 masters and two moments
+    assert 2 * size <= result["held"]["parameters"] < 2.1 * size
+    assert 4 * size <= result["held"]["gradients"] < 4.2 * size
+    assert 12 * size <= result["held"]["optimizer"] < 12.6 * size
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run(shown: dict[str, Any]) -> None:
     assert "gradient norm is nan" in shown["not_finite"]
 

@@ -148,3 +148,32 @@ def test_a_failing_rank_is_told_and_the_server_lives(engine, receivers, loop, mo
         return await engine.generate(GenerationRequest("after", (9, 3), SHORT, 0))
 
     assert loop(scenario())[0].policy_version == 104
+
+
+def test_memory_is_given_up_and_taken_again_around_a_request_that_waits(running, receivers, loop):
+    """What colocation asks of the server, in its order; without a GPU nothing is saved and the same paths run."""
+    engine = running.engine
+
+    async def scenario():
+        request = asyncio.ensure_future(engine.generate(long_requests("given-up", 1)[0]))
+        await wait_sampling(engine, 1)
+        with pytest.raises(RuntimeError, match="memory is released while 1 requests run; pause it first"):
+            await engine.release_memory(("kv_cache", "weights", "cuda_graph"))
+        await engine.pause("retract")
+        assert (await engine.memory_bytes()).keys() == {"kv_cache", "weights", "cuda_graph"}
+        await engine.release_memory(("kv_cache", "weights", "cuda_graph"))
+        assert set((await engine.memory_bytes()).values()) == {0}
+        with pytest.raises(RuntimeError, match="is released; resume its memory first"):
+            await engine.resume()
+        await engine.resume_memory(("weights",))
+        with pytest.raises(RuntimeError, match="weights was not released"):
+            await engine.resume_memory(("weights",))
+        await engine.load_weights({"phase": "begin"})
+        assert await engine.load_weights({"phase": "commit", "version": 50}) == 50
+        await engine.resume_memory(("kv_cache", "cuda_graph"))
+        await engine.resume()
+        segments = await asyncio.wait_for(request, DEADLINE_S)
+        assert sum(len(segment.token_ids) for segment in segments) == NUM_TOKENS
+        assert segments[-1].policy_version == 50
+
+    loop(scenario())

@@ -21,37 +21,21 @@ from safetensors.torch import save_file
 from megatron_rl.resharding.boxes import Box, pieces, read_bytes, total_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.digest import Digest
+from megatron_rl.resharding.transports.queued import QueuedTransport
 
 POLL_S = 0.05
 APPEAR_TIMEOUT_S = 60.0
 """The longest that a shared file system may take to show what another machine wrote."""
 
 
-class DiskTransport:
+class DiskTransport(QueuedTransport):
     """See `Transport`. The sender's `folder` is this pair's; the receiver learns the path from the sender."""
 
     def __init__(self, channel: Channel, bucket_bytes: int, folder: Path | None = None) -> None:
-        self._channel, self._bucket_bytes, self._folder = channel, bucket_bytes, folder
-        self._send: Sequence[Box] = ()
-        self._recv: Sequence[Box] = ()
+        super().__init__(channel, bucket_bytes)
+        self._folder = folder
 
-    def submit_send(self, boxes: Sequence[Box]) -> None:
-        self._send = boxes
-
-    def submit_recv(self, boxes: Sequence[Box]) -> None:
-        self._recv = boxes
-
-    def run(self, digest: Digest) -> None:
-        if self._send:
-            self._run_send(digest)
-        if self._recv:
-            self._run_recv(digest)
-        self._send = self._recv = ()
-
-    def close(self) -> None:
-        self._send = self._recv = ()
-
-    def _run_send(self, digest: Digest) -> None:
+    def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
         if self._folder is None:
             raise ValueError("sync.transport=disk: set sync.directory to a folder that trainers and engines share")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +43,7 @@ class DiskTransport:
         folder = self._folder / f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         folder.mkdir()
         try:
-            manifest = write_version(folder, self._send, self._bucket_bytes, digest)
+            manifest = write_version(folder, boxes, self._bucket_bytes, digest)
             self._channel.ask({"kind": "manifest", "path": str(manifest)})
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -67,9 +51,9 @@ class DiskTransport:
         for path in older:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _run_recv(self, digest: Digest) -> None:
+    def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
         header, _ = self._channel.receive()
-        read_version(Path(header["path"]), self._recv, digest)
+        read_version(Path(header["path"]), boxes, digest)
         self._channel.send({"ok": True})
 
 

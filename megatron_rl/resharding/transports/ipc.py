@@ -23,6 +23,7 @@ from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.cuda_ipc import MappedBuffers, StagingBuffers
 from megatron_rl.resharding.digest import Digest
 from megatron_rl.resharding.transports.protocol import NUM_BUFFERS
+from megatron_rl.resharding.transports.queued import QueuedTransport
 
 _HASHED_BYTES = 512 * 1024
 """Copied and hashed at once: half of a core's cache, so that hashing reads no memory."""
@@ -31,45 +32,31 @@ _SharedKey = tuple[int, int, int, int]
 """Process, descriptor, inode, number of bytes."""
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(QueuedTransport):
     """See `Transport`. The engine rank keeps what it mapped until `close` or until the trainer shares something else."""
 
     def __init__(self, channel: Channel, bucket_bytes: int) -> None:
-        self._channel = channel
-        self._send: Sequence[Box] = ()
-        self._recv: Sequence[Box] = ()
+        super().__init__(channel, bucket_bytes)
         self._mapped: dict[_SharedKey, torch.Tensor] = {}
 
-    def submit_send(self, boxes: Sequence[Box]) -> None:
-        self._send = boxes
-
-    def submit_recv(self, boxes: Sequence[Box]) -> None:
-        self._recv = boxes
-
-    def run(self, digest: Digest) -> None:
-        if self._send:
-            self._run_send(digest)
-        if self._recv:
-            self._run_recv(digest)
-        self._send = self._recv = ()
-
     def close(self) -> None:
+        super().close()
         self._mapped.clear()
 
-    def _run_send(self, digest: Digest) -> None:
-        header, table = describe_shared(self._send)
+    def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
+        header, table = describe_shared(boxes)
         self._channel.send(header, memoryview(table.tobytes()))
-        for piece in pieces(self._send, _HASHED_BYTES):
+        for piece in pieces(boxes, _HASHED_BYTES):
             for data in read_bytes(piece):
                 digest.update(data)
         self._channel.expect()  # until then the engine rank reads here
 
-    def _run_recv(self, digest: Digest) -> None:
+    def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
         header, payload = self._channel.receive()
         sources = self._open(header, np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
-        if len(sources) != len(self._recv):
-            raise ValueError(f"{len(sources)} shared boxes for {len(self._recv)} boxes here")
-        for source, target in zip(sources, self._recv, strict=True):
+        if len(sources) != len(boxes):
+            raise ValueError(f"{len(sources)} shared boxes for {len(boxes)} boxes here")
+        for source, target in zip(sources, boxes, strict=True):
             if source.shape != target.view.shape:
                 raise ValueError(f"a shared box {tuple(source.shape)} for a box {tuple(target.view.shape)} here")
             rows = max(_HASHED_BYTES // (target.view.shape[1] * target.dtype.itemsize), 1)
@@ -157,33 +144,12 @@ def map_shared(pid: int, descriptor: int, inode: int, num_bytes: int) -> torch.T
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(QueuedTransport):
     """See `Transport`. Two staging buffers of a bucket each on the GPU; one is filled while the other is read."""
 
-    def __init__(self, channel: Channel, bucket_bytes: int) -> None:
-        self._channel, self._bucket_bytes = channel, bucket_bytes
-        self._send: Sequence[Box] = ()
-        self._recv: Sequence[Box] = ()
-
-    def submit_send(self, boxes: Sequence[Box]) -> None:
-        self._send = boxes
-
-    def submit_recv(self, boxes: Sequence[Box]) -> None:
-        self._recv = boxes
-
-    def run(self, digest: Digest) -> None:
-        if self._send:
-            self._run_send(digest)
-        if self._recv:
-            self._run_recv(digest)
-        self._send = self._recv = ()
-
-    def close(self) -> None:
-        self._send = self._recv = ()
-
-    def _run_send(self, digest: Digest) -> None:
-        buckets = list(pieces(self._send, self._bucket_bytes))
-        staging = StagingBuffers(self._send[0].view.device, max(map(total_bytes, buckets)))
+    def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
+        buckets = list(pieces(boxes, self._bucket_bytes))
+        staging = StagingBuffers(boxes[0].view.device, max(map(total_bytes, buckets)))
         self._channel.ask({"kind": "staging", "bucket_bytes": self._bucket_bytes, **staging.describe()})
         for number, bucket in enumerate(buckets):
             if number >= NUM_BUFFERS:
@@ -196,12 +162,12 @@ class CudaIpcTransport:
             self._channel.expect()
         self._channel.ask({"kind": "unmap"})
 
-    def _run_recv(self, digest: Digest) -> None:
+    def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
         header, _ = self._channel.receive()
         staging = MappedBuffers(header)
         try:
             self._channel.send({"ok": True})
-            for bucket in pieces(self._recv, header["bucket_bytes"]):
+            for bucket in pieces(boxes, header["bucket_bytes"]):
                 message, _ = self._channel.receive()
                 if message["num_bytes"] != total_bytes(bucket):
                     raise ValueError(f"bucket of {message['num_bytes']} bytes for boxes of {total_bytes(bucket)} bytes")

@@ -15,41 +15,29 @@ from megatron_rl.resharding.boxes import Box, bytes_of, pack, pieces, read_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.digest import Digest
 from megatron_rl.resharding.transports.protocol import NUM_BUFFERS, overlapped
+from megatron_rl.resharding.transports.queued import QueuedTransport
 
 
-class P2pTransport:
+class P2pTransport(QueuedTransport):
     """See `Transport`. Holds at most two buckets of `bucket_bytes` beside the parameters."""
 
     def __init__(self, channel: Channel, bucket_bytes: int) -> None:
-        self._channel, self._bucket_bytes = channel, bucket_bytes
-        self._send: Sequence[Box] = ()
-        self._recv: Sequence[Box] = ()
+        super().__init__(channel, bucket_bytes)
         self._staging: list[torch.Tensor | None] = [None] * NUM_BUFFERS
 
-    def submit_send(self, boxes: Sequence[Box]) -> None:
-        self._send = boxes
-
-    def submit_recv(self, boxes: Sequence[Box]) -> None:
-        self._recv = boxes
-
-    def run(self, digest: Digest) -> None:
-        if self._send:
-            self._run_send(digest)
-        if self._recv:
-            self._run_recv(digest)
-
     def close(self) -> None:
-        self._send = self._recv = ()
+        super().close()
         self._staging = [None] * NUM_BUFFERS
 
-    def _run_send(self, digest: Digest) -> None:
-        self._channel.send_header({"kind": "stream"}, total_bytes(self._send))
+    def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
+        num_bytes = total_bytes(boxes)
+        self._channel.send_header({"kind": "stream"}, num_bytes)
 
         def prepare(number: int, piece: list[Box]) -> list[memoryview]:
             if all(box.is_plain for box in piece):
                 spans = spans_of(piece)
             else:
-                spans = [bytes_of(pack(piece, self._buffer(number, piece)))]
+                spans = [bytes_of(pack(piece, self._buffer(number, piece, num_bytes)))]
             for span in spans:
                 digest.update(span)
             return spans
@@ -57,16 +45,17 @@ class P2pTransport:
         def send(number: int, piece: list[Box], spans: list[memoryview]) -> None:
             self._channel.send_spans(spans)
 
-        overlapped(list(pieces(self._send, self._bucket_bytes)), prepare, send)
+        overlapped(list(pieces(boxes, self._bucket_bytes)), prepare, send)
 
-    def _run_recv(self, digest: Digest) -> None:
-        self._channel.expect_stream(total_bytes(self._recv))
+    def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
+        num_bytes = total_bytes(boxes)
+        self._channel.expect_stream(num_bytes)
 
         def receive(number: int, piece: list[Box]) -> torch.Tensor | None:
             if all(box.is_plain for box in piece):
                 self._channel.receive_into(spans_of(piece))
                 return None
-            values = self._buffer(number, piece)
+            values = self._buffer(number, piece, num_bytes)
             self._channel.receive_into([bytes_of(values)])
             return values
 
@@ -79,14 +68,14 @@ class P2pTransport:
             for span in spans:
                 digest.update(span)
 
-        overlapped(list(pieces(self._recv, self._bucket_bytes)), receive, settle)
+        overlapped(list(pieces(boxes, self._bucket_bytes)), receive, settle)
 
-    def _buffer(self, number: int, piece: list[Box]) -> torch.Tensor:
+    def _buffer(self, number: int, piece: list[Box], stream_bytes: int) -> torch.Tensor:
         """Bytes for a piece, in the buffer whose turn it is; page-locked when a GPU is at the other end."""
         num_bytes, slot = total_bytes(piece), number % NUM_BUFFERS
         buffer = self._staging[slot]
         if buffer is None or buffer.numel() < num_bytes:
-            size = max(num_bytes, min(self._bucket_bytes, total_bytes(self._send or self._recv)))
+            size = max(num_bytes, min(self._bucket_bytes, stream_bytes))
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=piece[0].view.is_cuda)
             self._staging[slot] = buffer
         return buffer[:num_bytes]

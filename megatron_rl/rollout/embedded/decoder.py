@@ -62,6 +62,13 @@ class Decoder:
         self._experts: list[torch.Tensor] = []
         self._weights = weights
         self.tp, self.max_context, self.device = weights.tp, max_context, weights.device
+        self.attach_weights()
+        self._cos, self._sin = _rope_tables(max_context, dims.head_dim, dims.rope_theta, weights.dtype, weights.device)
+        self._context = torch.arange(max_context, device=weights.device)
+
+    def attach_weights(self) -> None:
+        """Look where the weights lie: at the start, and when they have new memory."""
+        weights = self._weights
         self._embedding_VH = weights.stacked["model.embed_tokens.weight"].flatten(0, 1)
         self._final_norm = weights.stacked["model.norm.weight"][0]
         self._keeps_copies = is_widened(self._embedding_VH)
@@ -69,8 +76,11 @@ class Decoder:
         self._head_VH = self._embedding_VH[:0]
         if not self._keeps_copies:
             self._prepare()
-        self._cos, self._sin = _rope_tables(max_context, dims.head_dim, dims.rope_theta, weights.dtype, weights.device)
-        self._context = torch.arange(max_context, device=weights.device)
+
+    def detach_weights(self) -> None:
+        """Hold on to no memory of theirs."""
+        self._embedding_VH = self._final_norm = self._head_VH = self._embedding_VH.new_empty(0)
+        self._layers = []
 
     def forget_weights(self) -> None:
         """To be called when the weights may have been written, or are about to be."""

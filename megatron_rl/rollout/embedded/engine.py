@@ -73,8 +73,9 @@ class EmbeddedEngine:
         self._dims, self._max_context = dims, max_context
         routing = dims.routing if returns_routing else None
         self._decoder = Decoder(self.weights, max_context, records_experts=returns_routing)
-        cache = KVCache(dims, tp, num_slots, max_context, dtype, self.weights.device)
-        self._scheduler = Scheduler(self._decoder, cache, num_slots, stop_token_ids, routing)
+        self._cache = KVCache(dims, tp, num_slots, max_context, dtype, self.weights.device)
+        self._scheduler = Scheduler(self._decoder, self._cache, num_slots, stop_token_ids, routing)
+        self._released: frozenset[str] = frozenset()
         self._paused = self._dirty = self._updating = False
         self._closed = False
         self._close_lock = threading.Lock()
@@ -116,6 +117,21 @@ class EmbeddedEngine:
         Raises RuntimeError when the engine is not paused, or a commit has no begin.
         """
         return await self._call(lambda: self._load_weights(update))
+
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        """Give the memory of `kv_cache`, `weights` or `cuda_graph` (it has none) up. Raises RuntimeError unless paused
+        with nothing running; without weights it is dirty until the next commit."""
+        await self._call(lambda: self._release(frozenset(parts)))
+
+    async def resume_memory(self, parts: Sequence[str]) -> None:
+        """Take memory again: zeros. Raises RuntimeError for a part that was not released."""
+        await self._call(lambda: self._take_memory(frozenset(parts)))
+
+    async def memory_bytes(self) -> dict[str, int]:
+        """What each part holds now."""
+        return await self._call(
+            lambda: {"kv_cache": self._cache.data.nbytes, "weights": self.weights.num_bytes, "cuda_graph": 0}
+        )
 
     async def policy_version(self) -> PolicyVersion:
         return self._scheduler.version
@@ -214,7 +230,31 @@ class EmbeddedEngine:
         elif mode == "retract":
             self._scheduler.retract()
 
+    def _release(self, parts: frozenset[str]) -> None:
+        if not self._paused or self._scheduler.num_running:
+            running = self._scheduler.num_running
+            raise RuntimeError(f"embedded engine: memory is released while {running} requests run; pause it first")
+        if "kv_cache" in parts:
+            self._cache.release()
+        if "weights" in parts:
+            self._dirty = True
+            self._decoder.detach_weights()
+            self.weights.release()
+        self._released |= parts
+
+    def _take_memory(self, parts: frozenset[str]) -> None:
+        if missing := sorted(parts - self._released):
+            raise RuntimeError(f"embedded engine: {missing[0]} was not released")
+        if "kv_cache" in parts:
+            self._cache.resume()
+        if "weights" in parts:
+            self.weights.resume()
+            self._decoder.attach_weights()
+        self._released -= parts
+
     def _resume(self) -> None:
+        if self._released:
+            raise RuntimeError(f"embedded engine: {min(self._released)} is released; resume its memory first")
         if self._dirty:
             raise EngineDirtyError("embedded engine: the weights are not one whole version; finish an update first")
         self._decoder.forget_weights()

@@ -21,10 +21,14 @@ class KVCache:
         self, dims: ModelDims, tp: int, num_slots: int, max_context: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         num_heads = tp * local_kv_heads(dims, tp)
-        shape = (2, dims.num_layers, num_slots, max_context, num_heads, dims.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        # Flat over (slot, position): a token is one row.
-        self._rows = self.data.view(2, dims.num_layers, num_slots * max_context, num_heads, dims.head_dim)
+        self._shape = (2, dims.num_layers, num_slots, max_context, num_heads, dims.head_dim)
+        self._dtype, self._device = dtype, device
+        self.resume()
+
+    def resume(self) -> None:
+        """Memory, at the start and after a `release`: zeros."""
+        self.data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._rows = self.data.flatten(2, 3)  # a token is one row
 
     def write_prompts(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fill positions 0..L-1 of `slots` [M] with keys and values [M, L, K, D]."""
@@ -48,3 +52,7 @@ class KVCache:
 
     def clear(self) -> None:
         self.data.zero_()
+
+    def release(self) -> None:
+        """Give the memory up. Nothing may be written or read until `resume`."""
+        self.data = self._rows = self.data.new_empty(0)

@@ -5,6 +5,8 @@ Shape suffixes: R tensor-parallel ranks, V padded vocabulary, H hidden, E expert
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_rl.layout.intervals import padded_engine_vocab
@@ -62,7 +64,8 @@ class ShardedWeights:
     """All shards, zero until somebody fills them.
 
     `stacked[name]` is [R, ...], contiguous, so that a column-parallel layer of all ranks is one matrix product;
-    `shards[r][name]` is a contiguous view of it, to be written in place.
+    `shards[r][name]` is a contiguous view of it, to be written in place. Both stay the same tensors when their memory is
+    released and resumed; whoever made other views makes them anew.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class ShardedWeights:
         vocab_multiple: int = 64,
     ) -> None:
         self.dims, self.tp, self.dtype, self.device = dims, tp, dtype, torch.device(device)
+        self._vocab_multiple = vocab_multiple
         self.stacked: dict[str, torch.Tensor] = {
             name: torch.zeros((tp, *shape), dtype=dtype, device=self.device)
             for name, shape in engine_param_shapes(dims, tp, vocab_multiple).items()
@@ -81,3 +85,21 @@ class ShardedWeights:
         self.shards: list[dict[str, torch.Tensor]] = [
             {name: stacked[rank] for name, stacked in self.stacked.items()} for rank in range(tp)
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stacked.nbytes for stacked in self.stacked.values())
+
+    def release(self) -> None:
+        """Give the memory up, and the weights with it."""
+        for tensors in (self.stacked, *self.shards):
+            for tensor in tensors.values():
+                tensor.set_(torch.UntypedStorage(0, device=self.device), 0, (0,))  # type: ignore[call-overload]
+
+    def resume(self) -> None:
+        """Memory again, zero."""
+        for name, shape in engine_param_shapes(self.dims, self.tp, self._vocab_multiple).items():
+            storage = torch.zeros((self.tp, *shape), dtype=self.dtype, device=self.device).untyped_storage()
+            self.stacked[name].set_(storage, 0, (self.tp, *shape))  # type: ignore[call-overload]
+            for rank, shard in enumerate(self.shards):
+                shard[name].set_(storage, rank * math.prod(shape), shape)  # type: ignore[call-overload]

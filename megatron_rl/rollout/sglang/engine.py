@@ -6,6 +6,7 @@ import asyncio
 import base64
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class SglangEngine:
         self._is_paused = False
         self._is_dirty = False
         self._is_session_open = False
+        self._released: frozenset[str] = frozenset()
         self._pause_mode = "retract"
 
     @classmethod
@@ -92,6 +94,8 @@ class SglangEngine:
         self._pause_mode = mode
 
     async def resume(self) -> None:
+        if self._released:
+            raise RuntimeError(f"engine {self.name}: {min(self._released)} is released; resume its memory first")
         if self._is_dirty:
             raise EngineDirtyError(f"engine {self.name}: the last weight update was not committed; sync again first")
         await self._control("/continue_generation", {})
@@ -109,14 +113,44 @@ class SglangEngine:
             raise ValueError(f"weight update phase {phase!r}: expected begin, commit or abandon")
         return await self.policy_version()
 
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        """Give the device memory of `kv_cache`, `weights` or `cuda_graph` up; without weights it is dirty until the next
+        commit. Raises RuntimeError unless it is paused with nothing running: SGLang would end itself."""
+        num_running = (await self.load()).num_running
+        if not self._is_paused or num_running:
+            raise RuntimeError(f"engine {self.name}: memory is released while {num_running} requests run; pause it first")
+        if "weights" in parts:
+            self._is_dirty = True
+        # After an abort the scheduler may still look at its last batch; a retraction, in order before the release, ends that.
+        await self._control("/pause_generation", {"mode": "retract"})
+        await self._control("/release_memory_occupation", {"tags": list(parts)})
+        self._released |= frozenset(parts)
+
+    async def resume_memory(self, parts: Sequence[str]) -> None:
+        """Take device memory again, at the addresses it had, with no values in it. Raises RuntimeError for a part that was
+        not released: SGLang would end itself."""
+        if missing := sorted(frozenset(parts) - self._released):
+            raise RuntimeError(f"engine {self.name}: {missing[0]} was not released")
+        await self._control("/resume_memory_occupation", {"tags": list(parts)})
+        self._released -= frozenset(parts)
+
+    async def memory_bytes(self) -> dict[str, int]:
+        """What each part takes, as the server measured it at its start, of all its ranks; 0: released."""
+        reply = await self._client.get("/v1/loads?include=memory", CONTROL_TIMEOUT_S)
+        sizes = replies.to_memory(self.name, reply)
+        return {part: 0 if part in self._released else num * self._tp_size for part, num in sizes.items()}
+
     async def policy_version(self) -> PolicyVersion:
         info = await self._client.get("/model_info", CONTROL_TIMEOUT_S)
         return replies.to_version(self.name, info.get("weight_version"))
 
     async def load(self) -> EngineLoad:
-        """How busy its scheduler is."""
+        """How busy its scheduler is. A paused one says no more; what `retract` has stopped waits by then."""
         reply = await self._client.get("/v1/loads?include=core,queues", CONTROL_TIMEOUT_S)
-        return replies.to_load(self.name, reply)
+        load = replies.to_load(self.name, reply)
+        if self._is_paused and self._pause_mode == "retract":
+            return replace(load, num_running=0, num_waiting=load.num_waiting + load.num_running)
+        return load
 
     async def open_receivers(self) -> tuple[tuple[str, int], ...]:
         """Start one receiver in each tensor-parallel rank, if there is none; (host, port) in rank order.

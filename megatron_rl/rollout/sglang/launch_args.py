@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.types.routing import RoutingShape
 
 CUSTOM_LOADER = "megatron_rl.resharding.sglang_loader.load"
@@ -43,6 +43,9 @@ class EnginePlace:
     dist_init_addr: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     cpu_cores: tuple[int, ...] = ()
+    gives_memory_up: bool = False
+    """Whether trainers share its GPUs: SGLang's memory saver then frees what it releases. On CPU nothing is saved and the
+    same calls are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ def plan_launch(
         "enable_deterministic_inference": True,
         "sleep_on_idle": True,
         **(_CPU_ARGS if place.device == "cpu" else {}),
+        **({"enable_memory_saver": True} if place.gives_memory_up and place.device == "cuda" else {}),
         **user_args,
         "device": place.device,
         "model_path": model.path,
@@ -143,6 +147,7 @@ def _environment(section: SglangSection, place: EnginePlace, receiver_dir: Path)
         RECEIVER_DIR_ENV: str(receiver_dir),
         RECEIVER_HOST_ENV: place.host,
         "HF_HUB_OFFLINE": "1",  # the model is a folder; nothing is fetched
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # idle connections are the client's to close, see `client`
         # A crashed server otherwise collects GPU core dumps for a minute before it ends, and looks alive meanwhile.
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",

@@ -137,6 +137,16 @@ def to_load(engine: str, reply: Mapping[str, Any]) -> EngineLoad:
         raise EngineReplyError(f"engine {engine}: the load has no {error}") from error
 
 
+def to_memory(engine: str, reply: Mapping[str, Any]) -> dict[str, int]:
+    """The answer of GET /v1/loads?include=memory: bytes per part on one tensor-parallel rank."""
+    loads = _list(engine, reply, "loads")
+    memory = loads[0].get("memory") if loads and isinstance(loads[0], Mapping) else None
+    if not isinstance(memory, Mapping):
+        raise EngineReplyError(f"engine {engine}: the load says nothing of its memory")
+    names = {"kv_cache": "kv_cache_gb", "weights": "weight_gb", "cuda_graph": "graph_gb"}
+    return {part: int((memory.get(name) or 0.0) * 2**30) for part, name in names.items()}
+
+
 def to_version(engine: str, text: object) -> PolicyVersion:
     if not isinstance(text, str) or not text.isdigit():
         raise EngineReplyError(f"engine {engine}: weight version {text!r}, expected a number")

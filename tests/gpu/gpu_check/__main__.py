@@ -28,6 +28,7 @@ WHAT = {
     "equality": "Megatron and the embedded engine against transformers: Qwen3-MoE and Llama, fp32 and bf16",
     "training": "a falling loss over a few optimizer steps in bf16 with fp32 masters, and a GSPO step",
     "weight_sync": "weights over CUDA IPC into an engine process on the same GPU, bit by bit, before and after a step",
+    "offload": "a trainer's device memory given up and taken back between two steps, as in colocation",
     "generation_speed": "tokens per second of the embedded engine on a 2.5-billion-weight Qwen3-MoE",
     "training_speed": "tokens per second and model FLOPs utilisation on the same model",
     "transformer_engine": "the equality again with Transformer Engine's layers, where installed",
@@ -41,7 +42,7 @@ def build_checks() -> dict[str, Callable[[Platform], dict[str, Any]]]:
     from gpu_check.generation import measure_generation
     from gpu_check.models import process_group
     from gpu_check.sizes import sizes_for
-    from gpu_check.training import check_training, measure_training
+    from gpu_check.training import check_offload, check_training, measure_training
     from gpu_check.weight_sync import check_weight_sync
 
     def alone(check: Callable[..., dict[str, Any]], **choices: str) -> Callable[[Platform], dict[str, Any]]:
@@ -55,6 +56,7 @@ def build_checks() -> dict[str, Callable[[Platform], dict[str, Any]]]:
         "equality": alone(check_equality),
         "training": alone(check_training),
         "weight_sync": alone(check_weight_sync),
+        "offload": alone(check_offload),
         "generation_speed": lambda platform: measure_generation(platform, sizes_for(platform)),
         "training_speed": alone(measure_training),
         "transformer_engine": alone(check_equality, layer_spec="transformer_engine"),

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from gpu_check.flops import compute_train_flops, peak_flops
-from gpu_check.models import draw_samples, one_rank_policy, section
+from gpu_check.models import draw_samples, max_difference, one_rank_policy, section
 from gpu_check.sizes import Sizes
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.batching.build import build_train_batch
 from megatron_rl.config.algorithm_sections import AlgorithmSection
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.platforms.platform import Platform
+from megatron_rl.scheduling.colocation import TRAINER_STATES
 from megatron_rl.trainer.optimizer import inner_optimizers
 
 NUM_STEPS = 8
@@ -43,6 +44,41 @@ def check_training(platform: Platform, sizes: Sizes, *, fused_optimizer: str = "
         "policy_grad_norm": policy_step["grad_norm"],
         "optimizer_from": optimizers,
         "ok": bool(losses[-1] < FALLING * losses[0] and policy_step["grad_norm"] > 0),
+    }
+
+
+def check_offload(platform: Platform, sizes: Sizes) -> dict[str, Any]:
+    """A step, everything given up and taken back, another step. Call it inside `process_group`."""
+    dims = sizes.models["qwen3_moe"]
+    minibatch = build_train_batch(
+        draw_samples(dims, sizes.lengths),
+        dp_size=1,
+        num_minibatches=1,
+        max_tokens_per_microbatch=max(sizes.lengths) * 2,
+        seed=1,
+    ).minibatches[0]
+    microbatches, denominators = minibatch.microbatches[0], minibatch.denominators
+    on_gpu = platform.device.type == "cuda"
+    with one_rank_policy(platform, get_family("qwen3_moe"), dims, "bf16", section()) as trainer:
+        first = trainer.sft_minibatch(microbatches, denominators)
+        expected = trainer.compute_logprobs(microbatches)
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        held = trainer.offload(("gradients", "optimizer")) | trainer.offload(("parameters",))
+        freed = before - torch.cuda.memory_allocated() if on_gpu else 0
+        started = time.perf_counter()
+        trainer.onload(TRAINER_STATES)
+        onload_s = time.perf_counter() - started
+        difference = max_difference(expected, trainer.compute_logprobs(microbatches))
+        second = trainer.sft_minibatch(microbatches, denominators)
+    losses = [step["loss/supervised"] for step in (first, second)]
+    freed_share = freed / sum(held.values())
+    return {
+        **{f"{state}_bytes": num_bytes for state, num_bytes in held.items()},
+        "freed_share": freed_share,
+        "onload_s": onload_s,
+        "logprob_difference": difference,
+        "losses": losses,
+        "ok": bool(difference < 1e-3 and losses[1] < losses[0] and (freed_share > 0.95 or not on_gpu)),
     }
 
 

@@ -46,6 +46,14 @@ def test_json_has_every_rank_and_follows_the_network(capsys: pytest.CaptureFixtu
     assert slower["fingerprint"] == found["fingerprint"]
 
 
+def test_the_placement_of_the_config_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    separate, asked, colocated = (
+        json.loads(run(capsys, QWEN, *SMALL, *words, "--json")[1])
+        for words in ((), ("--colocated",), ("cluster.placement=colocated",))
+    )
+    assert asked["predicted_s"] == colocated["predicted_s"] < separate["predicted_s"]
+
+
 def test_more_engines_than_trainers_ask_for_a_relay(capsys: pytest.CaptureFixture[str]) -> None:
     many = [QWEN, *SMALL, "rollout.num_engines=8", "sync.bucket_bytes=4194304"]
     assert "sending decides" in run(capsys, *many)[1]

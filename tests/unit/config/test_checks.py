@@ -12,8 +12,8 @@ from megatron_rl.config.construct import key_paths
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.ranges import RANGES, value_at
+from megatron_rl.config.rollout_sections import DynamicSamplingSection
 from megatron_rl.config.sections import (
-    DynamicSamplingSection,
     ExperimentConfig,
     LayoutSection,
     RolloutSection,
@@ -86,6 +86,31 @@ def test_the_example_is_sound(path: Path) -> None:
         ("rollout={oversample: 2, max_staleness: 0}", "rollout.oversample", "at most 1 with max_staleness 0, got 2"),
         ("rollout={schedule: asynchronous, oversample: 2}", "rollout.oversample", "expected 1 with schedule asynchronous"),
         ("rollout.partial.phase_tokens=0", "rollout.partial.phase_tokens", "at least 1, got 0"),
+        ("rollout={schedule: asynchronous, leftover: drop}", "rollout.leftover", "expected resume with schedule asynchronous"),
+        ("rollout.length_bias_alarm=0", "rollout.length_bias_alarm", "above 0 and at most 1, got 0"),
+        ("data.curriculum.order=easy_to_hard", "data.curriculum.enabled", "expected true, or no other key"),
+        ("data.curriculum={enabled: true, num_bins: 0}", "data.curriculum.num_bins", "at least 1, got 0"),
+        ("rollout.rewards.judges=[{name: a, url: x}]", "rollout.rewards.judges.0.url", "expected http:// or https://, got 'x'"),
+        (
+            "rollout.rewards.judges=[{name: a, url: 'http://x', timeout_s: 0}]",
+            "rollout.rewards.judges.0.timeout_s",
+            "expected a value above 0, got 0",
+        ),
+        (
+            "rollout.rewards={judges: [{name: a, url: 'http://x'}], sums: [{name: a, parts: [{reward: b}]}]}",
+            "rollout.rewards.sums.0.name",
+            "'a' is the name of another one; names must differ",
+        ),
+        ("rollout.rewards.sums=[{name: a, parts: []}]", "rollout.rewards.sums.0.parts", "at least one part, each reward once"),
+        (
+            "rollout.rewards.sums=[{name: a, parts: [{reward: b}]}, {name: b, parts: [{reward: a}]}]",
+            "rollout.rewards.sums.0.parts",
+            "'b' is a sum itself; name its parts",
+        ),
+        ("rollout.partial.phase_s=5", "rollout.max_staleness", "expected at least 1 with rollout.partial.phase_s"),
+        ("rollout.generate.function=tool", "rollout.generate.function", "expected package.module:name, got 'tool'"),
+        ("rollout.generate.function=mine.tool:run", "rollout.generate.function", "is in none of rollout.generate.allowed_pack"),
+        ("rollout.generate.options={a: 1}", "rollout.generate.options", "nothing reads them without"),
         ("rollout.schedule=async", "rollout.schedule", "expected one of lockstep, one_step_off, asynchronous"),
         ("algorithm.aggregation=token-mean", "algorithm.aggregation", "contradicts loss gspo: expected seq-mean-token"),
         ("algorithm={name: dapo, loss: ppo}", "algorithm.aggregation", "contradicts name dapo: expected token-mean"),
@@ -213,6 +238,38 @@ def test_the_kv_cache_is_decided_once(path: Path, kv: str, mode: str, reason: st
         load_experiment(path, [f"rollout.partial.kv={kv}", f"sync.pause_mode={mode}"])
 
 
+COLOCATED = ["cluster.placement=colocated", "trainer.layout.num_ranks=4", "rollout={engine: sglang, sglang: {tp_size: 4}}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key_path", "reason"),
+    [
+        ("rollout.partial.kv=keep", "rollout.partial.kv", "expected drop with cluster.placement colocated"),
+        ("rollout.partial.kv=auto", "rollout.partial.kv", "the KV cache is released"),
+        ("sync.pause_mode=in_place", "sync.pause_mode", "expected retract or abort with"),
+        ("rollout.schedule=asynchronous", "rollout.schedule", "expected lockstep"),
+        ("sync.staging=host", "sync.staging", "no old version serves"),
+        ("sync.full_sync_interval=3", "sync.full_sync_interval", "holds nothing that a delta could change"),
+        ("cluster.gpus_per_trainer_rank=1", "cluster.gpus_per_engine_rank", "they are the same GPUs, got 0"),
+        ("trainer.layout.num_ranks=8", "trainer.layout.num_ranks", "1 x rollout.sglang.tp_size 4 = 4"),
+        ("rollout={engine: embedded, num_engines: 3}", "trainer.layout.num_ranks", "a multiple of rollout.num_engines 3"),
+        (
+            "rollout.sglang={urls: [a], key_file: k, receiver_dirs: [b]}",
+            "rollout.sglang.urls",
+            "engines that run elsewhere share no GPU",
+        ),
+        ("critic.layout={num_ranks: 2}", "critic.layout", "the critic takes turns with the policy"),
+        ("critic.pretraining.num_steps=5", "critic.pretraining.num_steps", "would need the engines back), got 5"),
+    ],
+)
+def test_what_does_not_go_with_shared_gpus_is_refused(path: Path, override: str, key_path: str, reason: str) -> None:
+    assert not check_experiment(load_experiment(path, COLOCATED).config)
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(path, [*COLOCATED, override])
+    assert caught.value.key_path == key_path
+    assert reason in str(caught.value)
+
+
 def test_a_single_sample_has_no_signal_to_filter_by() -> None:
     run, rollout = RunSection(samples_per_prompt=1), RolloutSection(dynamic_sampling=DynamicSamplingSection(enabled=True))
     ((key_path, reason),) = check_schedule(run, rollout, SyncSection())
@@ -266,6 +323,8 @@ def test_layout_sizes_agree_with_counting() -> None:
         fits = any(tp * cp * pp * dp == num_ranks for dp in range(1, 8))
         experts_fit = any(etp * ep * pp * dp == num_ranks for dp in range(1, 8))
         assert (list(check_layout_sizes(layout, "trainer.layout")) == []) == (fits and experts_fit), layout
+
+
 def test_a_group_of_one_is_allowed_where_its_reward_counts(path: Path) -> None:
     overrides = ["run.samples_per_prompt=1", "algorithm.advantage_of_one=reward"]
     assert not check_experiment(load_experiment(path, overrides).config)

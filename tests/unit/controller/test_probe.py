@@ -36,6 +36,7 @@ def test_the_gap_is_the_mean_over_tokens_that_have_a_log_prob():
 @pytest.mark.parametrize("shift", [0.3, -0.3, float("nan")])
 def test_an_engine_that_differs_is_named(shift):
     probe = WeightProbe([(1, 2, 3), (4, 5)], interval=1, tolerance=0.2)
-    assert asyncio.run(probe.check(Scorer(), [Scorer(0.1), Scorer(-0.1)])) == pytest.approx([0.1, 0.1])
+    expected = asyncio.run(probe.expect(Scorer()))
+    assert asyncio.run(probe.check(expected, [Scorer(0.1), Scorer(-0.1)])) == pytest.approx([0.1, 0.1])
     with pytest.raises(ValueError, match=r"probe: engine 1 and the trainer differ by .*sync\.probe_tolerance=0\.2"):
-        asyncio.run(probe.check(Scorer(), [Scorer(0.1), Scorer(shift)]))
+        asyncio.run(probe.check(expected, [Scorer(0.1), Scorer(shift)]))

@@ -76,7 +76,7 @@ class World:
         self.version += 1
         dtypes = [check_receiver(self.plan, control.target_rank, control.describe()) for control in self.controls]
         addresses = tuple(receiver.address for receiver in self.receivers)
-        order = SyncOrder(f"{self.version}-{secrets.token_hex(4)}", self.version, addresses, dtypes[0])
+        order = SyncOrder(f"{self.version}-{secrets.token_hex(4)}", self.version, addresses, dtypes[0], self.plan.layout_digest)
         for control in self.controls:
             control.begin(order.sync, self.version, sources_of(self.plan, control.target_rank), is_staged=is_staged)
         return order

@@ -19,6 +19,8 @@ from megatron_rl.model_families.registry import FAMILIES, declared_family
 from megatron_rl.resharding import box_table, ownership
 from megatron_rl.resharding import plan as planning
 from megatron_rl.resharding.box_table import PlanError
+from megatron_rl.resharding.channel import ChannelError
+from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.ownership import check_held, held_shapes
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.verify import SyncError, check_digests
@@ -26,6 +28,7 @@ from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from megatron_rl.types.resharding import ShardDigest, SourceParam
 from tests.unit.resharding.random_layouts import random_case
+from tests.unit.resharding.rig import KEY, world
 
 FAMILY = FAMILIES["qwen3_moe"]
 DIMS = dataclasses.replace(FAMILY.debug_dims, num_heads=8, num_kv_heads=4)
@@ -175,24 +178,40 @@ def test_caught_by_ownership_a_stale_plan_of_another_trainer_layout(old, new):
         check_held(FAMILY, stale.key, 0, held)
 
 
-def test_caught_by_digest_a_stale_plan_of_another_engine_layout():
-    """What arrived is not what the controller's plan says: nothing is committed."""
-    stale, fresh = build(engine=EngineLayout(2, 1)), build(engine=EngineLayout(2, 1, ep=2))
-    assert fresh.num_elements_between().sum() == stale.num_elements_between().sum()
+def test_caught_by_ownership_a_stale_plan_of_another_engine_layout():
+    """The sender's boxes are what both sides hash, so digests cannot tell: the order names its layouts. Where shapes differ
+    the receiver would refuse the boxes too."""
+    with world("qwen3_moe", ParallelLayout(), EngineLayout(2, 1, ep=2), torch.float32) as one:
+        stale = build("qwen3_moe", one.dims, one.layout, EngineLayout(2, 1))
+        assert one.plan.num_elements_between().tolist() == stale.num_elements_between().tolist()
+        addresses = [receiver.address for receiver in one.receivers]
+        sender = WeightSender(stale, 0, addresses, KEY, SendOptions(bucket_bytes=4096, timeout_s=20.0))
+        order = one.begin()
+        with pytest.raises(PlanError, match=r"is not the controller's .*: a layout has changed since it was made"):
+            sender.send(one.chunks[0], order)
+        with pytest.raises(ChannelError, match="is outside of a parameter"):
+            sender.send(one.chunks[0], dataclasses.replace(order, plan=stale.layout_digest))
+        one.assert_untouched()
 
-    def digests(plan):
-        elements = plan.num_elements_between()
-        return [
-            ShardDigest(t, int(elements[:, t].sum()), {int(s): f"{plan.fingerprint}{s}" for s in elements[:, t].nonzero()[0]})
-            for t in range(elements.shape[1])
-        ]
 
-    check_digests(fresh, digests(fresh), digests(fresh))
+def test_a_layer_spec_changes_names_and_no_layout():
+    local, te = (build_reshard_plan("qwen3_moe", DIMS, LAYOUT, ENGINE, spec=spec) for spec in ("local", "te"))
+    assert local.fingerprint != te.fingerprint and local.layout_digest == te.layout_digest
+
+
+def test_caught_by_digest_elements_that_are_missing_or_of_another_rank():
+    plan = build(engine=EngineLayout(2, 1))
+    elements = plan.num_elements_between()
+    whole = [
+        ShardDigest(t, int(elements[:, t].sum()), {int(s): f"{s} to {t}" for s in elements[:, t].nonzero()[0]}) for t in (0, 1)
+    ]
+    check_digests(plan, whole, whole)
     with pytest.raises(SyncError, match="digests differ"):
-        check_digests(fresh, digests(stale), digests(fresh))
-    other = build(engine=EngineLayout(4, 1))
-    with pytest.raises(SyncError, match=r"answered, the plan has|received"):
-        check_digests(other, digests(stale), digests(stale))
+        check_digests(plan, [dataclasses.replace(whole[0], target_rank=1), dataclasses.replace(whole[1], target_rank=0)], whole)
+    with pytest.raises(SyncError, match="engine rank 1 received"):
+        check_digests(plan, whole, [whole[0], dataclasses.replace(whole[1], num_elements=7)])
+    with pytest.raises(SyncError, match="1 engine ranks answered, the plan has 2"):
+        check_digests(plan, whole, whole[:1])
 
 
 def filled_engine(plan, source) -> EmbeddedEngine:

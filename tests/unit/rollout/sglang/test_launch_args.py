@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER, EnginePlace, ServedModel, ServerLaunch, plan_launch
 from megatron_rl.types.routing import RoutingShape
 
@@ -122,3 +122,10 @@ def test_gpu_servers_are_as_released():
     assert options["--device"] == ["cuda"] and "--attention-backend" not in options
     assert launch.env["MEGATRON_RL_RECEIVER_DIR"] == "/w/receivers"
     assert launch.env["MEGATRON_RL_RECEIVER_HOST"] == "10.0.0.3"
+
+
+def test_the_memory_saver_is_on_where_trainers_share_the_gpus_alone():
+    shared = plan(SglangSection(tp_size=8), replace(GPU, gives_memory_up=True))
+    assert options_of(shared)["--enable-memory-saver"] == []
+    for place in (GPU, replace(CPU, gives_memory_up=True)):
+        assert "--enable-memory-saver" not in options_of(plan(SglangSection(), place))
