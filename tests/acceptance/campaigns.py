@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.controller.run_directory import git_revision
+from tests.acceptance.router_replay import measure as router_replay_figures
 from tests.e2e.memory import peak_memory
 from tests.e2e.runs import ROOT, running
 from tests.slurm.cluster import SlurmCluster
@@ -208,6 +209,16 @@ def slurm() -> bool:
     return report("slurm", figures, ends_above_080=accuracies[max(accuracies)] > 0.80, nothing_left=not left)
 
 
+def router_replay() -> bool:
+    """R3 brings the log-probs of a bf16 MoE nearer to a real SGLang's; replaying the trainer's own experts changes no bit."""
+    figures = router_replay_figures(seed=1, num_warm_start=72)
+    return report(
+        "router_replay", figures,
+        kl_falls=figures["kl_on"] < figures["kl_off"], gap_falls=figures["gap_on"] < figures["gap_off"],
+        own_replay_is_bit_equal=bool(figures["own_replay_is_bit_equal"]),
+    )  # fmt: skip
+
+
 def sglang_tp1() -> bool:
     """Weights of four trainer layouts arrive in a real SGLang server of one rank (the first tier has TP 2)."""
     return _slow_tests("sglang_tp1", "tests/sglang/test_weights_arrive.py")
@@ -237,6 +248,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "tools": tools,
     "smollm2": smollm2,
     "slurm": slurm,
+    "router_replay": router_replay,
     "sglang_tp1": sglang_tp1,
     "sglang_places": sglang_places,
     "sync_kills": sync_kills,
