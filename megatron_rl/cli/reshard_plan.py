@@ -51,9 +51,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object with every rank instead of the table")
     parser.add_argument("--svg", metavar="FILE", help="draw who sends to whom (small layouts)")
     parser.add_argument("--relay", action="store_true", help="trainers send every slice once, engines pass it on")
-    parser.add_argument(
-        "--colocated", action="store_true", help="engine rank r runs on the GPU of trainer rank r (cluster.placement)"
-    )
+    parser.add_argument("--colocated", action="store_true", help="engine rank r is on the GPU of trainer rank r")
     for name, default, what in (
         ("nic", defaults.nic_gb_per_s, "network card per GPU, GB/s and direction"),
         ("nvlink", defaults.nvlink_gb_per_s, "link to the GPUs of the node, GB/s and direction"),

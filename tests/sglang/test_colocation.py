@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.slow]
 SHORT = (
     "run.num_steps=3", "run.eval_interval=0", "run.prompts_per_step=8", "trainer.warm_start.num_steps=2",
     "telemetry.progress=plain", "rollout.engine=sglang", "rollout.num_engines=1", "rollout.sglang.tp_size=2",
-    "checkpoint.export_hf_at_end=true", "sync.probe_interval=1",
+    "checkpoint.export_hf_at_end=true", "sync.probe_interval=1", "cluster.start_timeout_s=900",
 )  # fmt: skip
 BEFORE_SYNC = [Move.OFFLOAD_OPTIMIZER, Move.RESUME_WEIGHTS, Move.SYNC, Move.OFFLOAD_PARAMETERS, Move.RESUME_CACHE]
 
 
 def train(directory, placement):
     with running(directory, "configs/quickstart.yaml", *SHORT, f"cluster.placement={placement}") as run:
-        assert run.wait(600) == 0, run.output[-4000:]
+        assert run.wait(1500) == 0, run.output[-4000:]
         run.check_nothing_left()
         rollouts = [sorted((directory / "rollouts").iterdir())[number].read_text() for number in range(3)]
         moves = []

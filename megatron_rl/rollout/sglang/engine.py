@@ -6,6 +6,7 @@ import asyncio
 import base64
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ class SglangEngine:
             raise RuntimeError(f"engine {self.name}: memory is released while {num_running} requests run; pause it first")
         if "weights" in parts:
             self._is_dirty = True
+        # After an abort the scheduler may still look at its last batch; a retraction, in order before the release, ends that.
+        await self._control("/pause_generation", {"mode": "retract"})
         await self._control("/release_memory_occupation", {"tags": list(parts)})
         self._released |= frozenset(parts)
 
@@ -142,9 +145,12 @@ class SglangEngine:
         return replies.to_version(self.name, info.get("weight_version"))
 
     async def load(self) -> EngineLoad:
-        """How busy its scheduler is."""
+        """How busy its scheduler is. A paused one says no more; what `retract` has stopped waits by then."""
         reply = await self._client.get("/v1/loads?include=core,queues", CONTROL_TIMEOUT_S)
-        return replies.to_load(self.name, reply)
+        load = replies.to_load(self.name, reply)
+        if self._is_paused and self._pause_mode == "retract":
+            return replace(load, num_running=0, num_waiting=load.num_waiting + load.num_running)
+        return load
 
     async def open_receivers(self) -> tuple[tuple[str, int], ...]:
         """Start one receiver in each tensor-parallel rank, if there is none; (host, port) in rank order.
