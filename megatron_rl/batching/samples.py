@@ -22,7 +22,8 @@ def build_samples(
 
     `advantages[g][i]` is the scalar of trajectory i of group g. With `mask_truncated` (DAPO's over-long filter,
     arXiv 2503.14476) a trajectory that ended on the length limit keeps its place in the batch but trains no token. Tokens
-    that a version before `oldest_version` sampled train nothing either.
+    that a version before `oldest_version` sampled, that no policy sampled or that a generate function left out train
+    nothing either.
 
     Raises ValueError when the shapes disagree, a trajectory has no reward, or a reward or advantage is not finite.
     """
@@ -44,16 +45,15 @@ def _build_sample(
 ) -> TrainSample:
     result = reward_of(trajectory)
     if not np.isfinite(advantage):
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: the advantage is {advantage}, expected a finite number"
-        )
+        raise ValueError(f"trajectory {trajectory.trajectory_id}: the advantage is {advantage}, expected a finite number")
     num_prompt = len(trajectory.prompt.token_ids)
     response = trajectory.response_ids
     length = num_prompt + len(response)
     is_truncated = trajectory.finish_reason is FinishReason.LENGTH
 
     loss_mask_L = np.zeros(length, dtype=bool)
-    loss_mask_L[num_prompt:] = not (mask_truncated and is_truncated)
+    if not (mask_truncated and is_truncated):
+        loss_mask_L[num_prompt:] = trajectory.response_loss_mask
     if num_prompt == 0 and length:
         loss_mask_L[0] = False  # nothing precedes the first token, so it has no log-prob
     rollout_logprobs_L = np.zeros(length, dtype=np.float32)
@@ -80,7 +80,8 @@ def _build_sample(
 def _join_experts(trajectory: Trajectory) -> np.ndarray | None:
     """The routed experts [L, Y, K] of all tokens, each by the version that sampled the token after it; None without any.
 
-    A segment that continues an earlier one may bring rows for what was there before: those of the earlier one count.
+    A segment that continues an earlier one may bring rows for what was there before: those of the earlier one count. Rows of
+    inserted tokens come with the turn after them.
     """
     known = [segment for segment in trajectory.segments if segment.experts is not None]
     if not known:
@@ -91,8 +92,10 @@ def _join_experts(trajectory: Trajectory) -> np.ndarray | None:
     experts_LYK = np.full(
         (stop + len(trajectory.response_ids), *first.shape[1:]), unknown_expert(first.dtype), dtype=first.dtype
     )
+    start = 0
     for number, segment in enumerate(trajectory.segments):
-        start = 0 if number == 0 else stop - 1
+        if number and trajectory.segments[number - 1].is_sampled:
+            start = stop - 1
         stop += len(segment.token_ids)
         if segment.experts is None or stop - 1 <= start:
             continue

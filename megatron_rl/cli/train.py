@@ -31,9 +31,13 @@ from megatron_rl.model_families.hf_config import UnsupportedModelError
 from megatron_rl.model_families.registry import load_dims
 from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rollout.generate.client import GenerateError
 from megatron_rl.rollout.sglang.errors import EngineDeadError, EngineReplyError
 
-PERSONS_MISTAKES = (CheckpointError, UnsupportedModelError, DataError, RunDirectoryError, RewardError, UnservedError)
+PERSONS_MISTAKES = (
+    *(CheckpointError, UnsupportedModelError, DataError, RunDirectoryError),
+    *(RewardError, GenerateError, UnservedError),
+)
 """What a person can mend: one line, exit code 2."""
 RUN_FAILURES = (
     *(ActorDiedError, EngineDeadError, EngineReplyError, SyncError),

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.algorithm_checks import check_algorithm, check_overlong_fits
+from megatron_rl.config.generate_path import is_allowed, split_path
 from megatron_rl.config.known_options import check_known_options
 from megatron_rl.config.provenance import Problem
 from megatron_rl.config.ranges import check_ranges
 from megatron_rl.config.resolve import derive_etp, derive_max_staleness
+from megatron_rl.config.rollout_sections import GenerateSection, RewardPoolSection
 from megatron_rl.config.sections import (
     AlgorithmSection,
     ClusterSection,
     CriticSection,
+    CurriculumSection,
     DataSection,
     ExperimentConfig,
     LayoutSection,
@@ -37,10 +40,13 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_layout_sizes(config.trainer.layout, "trainer.layout")
     if config.critic.layout is not None:
         problems += check_layout_sizes(config.critic.layout, "critic.layout")
+    problems += check_curriculum(config.run, config.data.curriculum)
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
     problems += check_overlong_fits(config.algorithm, config.rollout.sampling.max_new_tokens)
     problems += check_rollout(config.rollout, config.data)
+    problems += check_rewards(config.rollout.rewards)
+    problems += check_generate(config.rollout.generate)
     problems += check_schedule(config.run, config.rollout, config.sync)
     problems += check_optimizer(config.trainer.optimizer, "trainer.optimizer")
     problems += check_critic(config.critic, config.algorithm)
@@ -95,6 +101,14 @@ def check_data(data: DataSection) -> Iterator[Problem]:
             yield f"{path}.prompt_template", "expected a text that contains {prompt}"
 
 
+def check_curriculum(run: RunSection, curriculum: CurriculumSection) -> Iterator[Problem]:
+    if not curriculum.enabled and curriculum != CurriculumSection():
+        yield "data.curriculum.enabled", "expected true, or no other key of data.curriculum"
+    if curriculum.adapt_samples and run.samples_per_prompt < 3:
+        reason = f"nothing to spread: every prompt keeps two of its {run.samples_per_prompt} samples; expected false"
+        yield "data.curriculum.adapt_samples", reason
+
+
 def check_layout_sizes(layout: LayoutSection, key: str) -> Iterator[Problem]:
     """World size = tp * cp * dp * pp, and also etp * ep * expert_dp * pp."""
     etp = derive_etp(layout)
@@ -147,6 +161,47 @@ def check_rollout(rollout: RolloutSection, data: DataSection) -> Iterator[Proble
         yield "rollout.sglang.receiver_dirs", reason
 
 
+def check_rewards(rewards: RewardPoolSection) -> Iterator[Problem]:
+    """Judges and sums. Whether a part exists is known to whoever loads it."""
+    key = "rollout.rewards"
+    seen: set[str] = set()
+    for kind in ("judges", "sums"):
+        for index, section in enumerate(getattr(rewards, kind)):
+            if section.name in seen:
+                yield f"{key}.{kind}.{index}.name", f"{section.name!r} is the name of another one; names must differ"
+            seen.add(section.name)
+    for index, judge in enumerate(rewards.judges):
+        path = f"{key}.judges.{index}"
+        if not judge.url.startswith(("http://", "https://")):
+            yield f"{path}.url", f"expected http:// or https://, got {judge.url!r}"
+        for name in ("timeout_s", "deadline_s", "num_concurrent"):
+            if getattr(judge, name) <= 0:
+                yield f"{path}.{name}", f"expected a value above 0, got {getattr(judge, name):g}"
+        for name in ("num_retries", "backoff_s"):
+            if getattr(judge, name) < 0:
+                yield f"{path}.{name}", f"expected a value at least 0, got {getattr(judge, name):g}"
+    sums = {section.name for section in rewards.sums}
+    for index, section in enumerate(rewards.sums):
+        path = f"{key}.sums.{index}.parts"
+        names = [part.reward for part in section.parts]
+        if not names or len(set(names)) < len(names):
+            yield path, "expected at least one part, each reward once"
+        elif nested := sums & set(names):
+            yield path, f"{min(nested)!r} is a sum itself; name its parts"
+
+
+def check_generate(generate: GenerateSection) -> Iterator[Problem]:
+    path, key = generate.function, "rollout.generate.function"
+    if path is None:
+        if generate.options:
+            yield "rollout.generate.options", "nothing reads them without rollout.generate.function"
+    elif split_path(path) is None:
+        yield key, f"expected package.module:name, got {path!r}"
+    elif not is_allowed(path, generate.allowed_packages):
+        allowed = ", ".join(generate.allowed_packages)
+        yield key, f"{path} is in none of rollout.generate.allowed_packages ({allowed}); add its package there"
+
+
 def check_schedule(run: RunSection, rollout: RolloutSection, sync: SyncSection) -> Iterator[Problem]:
     """What rollouts may do beside training."""
     cap, kind = derive_max_staleness(rollout), rollout.schedule
@@ -156,9 +211,13 @@ def check_schedule(run: RunSection, rollout: RolloutSection, sync: SyncSection) 
     if kind == "asynchronous" and rollout.oversample != 1:
         reason = f"expected 1 with schedule asynchronous (max_staleness says how much runs), got {rollout.oversample:g}"
         yield "rollout.oversample", reason
-    elif rollout.oversample > max(num_batches, 1):
+    elif rollout.oversample > max(num_batches, 1) and rollout.leftover == "resume":
         reason = f"expected at most {num_batches} with max_staleness {cap}, got {rollout.oversample:g}: the rest grows too old"
         yield "rollout.oversample", reason
+    if rollout.partial.phase_s is not None and not cap and rollout.leftover == "resume":
+        yield "rollout.max_staleness", "expected at least 1 with rollout.partial.phase_s: what is left is trained a step later"
+    if rollout.leftover != "resume" and kind != "lockstep":
+        yield "rollout.leftover", f"expected resume with schedule {kind}: only batches of lockstep are cut"
     allowed = {"keep": ("in_place",), "drop": ("retract", "abort"), "auto": (), None: ("retract", "in_place", "abort")}
     if sync.pause_mode is not None and sync.pause_mode not in allowed[rollout.partial.kv]:
         expected = " or ".join((*allowed[rollout.partial.kv], "nothing"))

@@ -15,7 +15,8 @@ from typing import Any
 
 from megatron_rl.config.errors import did_you_mean
 from megatron_rl.config.provenance import Problem
-from megatron_rl.config.sections import MegatronSection, SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
+from megatron_rl.config.sections import MegatronSection
 
 TABLES = Path(__file__).parent / "tables"
 

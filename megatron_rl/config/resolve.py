@@ -80,6 +80,8 @@ def derive_max_staleness(rollout: RolloutSection) -> int:
         return rollout.max_staleness
     if rollout.schedule == "asynchronous":
         return 2
+    if rollout.leftover != "resume":
+        return 0
     return math.ceil(rollout.oversample) - (1 if rollout.schedule == "lockstep" else 0)
 
 

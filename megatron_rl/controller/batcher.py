@@ -86,7 +86,7 @@ class Batcher:
 
     def _num_trained(self, trajectory: Trajectory) -> int:
         is_masked = self._algorithm.section.mask_truncated and trajectory.finish_reason is FinishReason.LENGTH
-        return 0 if is_masked else len(trajectory.response_ids)
+        return 0 if is_masked else sum(trajectory.response_loss_mask)
 
     def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:
         """The batch of one supervised step: the loss mask is the answer."""

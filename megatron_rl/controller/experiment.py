@@ -12,12 +12,12 @@ from pathlib import Path
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
+from megatron_rl.config.rollout_sections import SamplingSection
 from megatron_rl.config.sections import (
     ClusterSection,
     CriticSection,
     ExperimentConfig,
     RolloutSection,
-    SamplingSection,
 )
 from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
@@ -35,11 +35,14 @@ from megatron_rl.controller.stop_signals import cancelled_by_signals
 from megatron_rl.controller.turns import ColocatedTrainers, Turns
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
+from megatron_rl.data.curriculum_sampler import CurriculumSampler
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
+from megatron_rl.rollout.generate.function import load_function
 from megatron_rl.scheduling.colocation import TRAINER_STATES
+from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.layout import ParallelLayout
@@ -62,6 +65,7 @@ class Experiment:
         self._algorithm = build_algorithm(config.algorithm)
         self._critic = config.critic if "values" in self._algorithm.needs else None
         check_engine_is_served(config.rollout)
+        self._function = load_function(config.rollout.generate, tokenizer)
         self._layout = trainer_layout(config.trainer.layout)
         self._critic_layout = None
         if self._critic is not None and self._critic.layout is not None:
@@ -179,9 +183,12 @@ class Experiment:
     ) -> TrainingLoop:
         config = self._config
         capacities = self._capacities()
+        section = config.data.curriculum
+        curriculum = CurriculumSampler(data.train_sampler, Curriculum(config.data.seed), section) if section.enabled else None
         producer = build_producer(
             config.run, config.rollout, config.sync, engines, capacities, score,
-            self._sampling(config.rollout.sampling), data.train_sampler.next,
+            self._sampling(config.rollout.sampling), (curriculum or data.train_sampler).next,
+            self._function, None if curriculum is None else curriculum.curriculum, section.adapt_samples,
         )  # fmt: skip
         assert config.rollout.eval_sampling is not None
         return TrainingLoop(
@@ -194,12 +201,14 @@ class Experiment:
             pairs_of=lambda prompts: sft_pairs(prompts, self._tokenizer),
             decode=self._tokenizer.decode,
             producer=producer,
-            collector=Collector(engines, capacities, score, config.run.seed),
+            collector=Collector(engines, capacities, score, config.run.seed, self._function),
             batcher=batcher,
             trainers=trainers,
             weight_sync=weight_sync,
             telemetry=telemetry,
             directory=self.directory,
+            length_bias_alarm=config.rollout.length_bias_alarm,
+            curriculum=curriculum,
         )
 
     def _create_trainers(self, cluster: Cluster) -> TrainerGroup:

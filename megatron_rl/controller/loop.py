@@ -19,8 +19,10 @@ from megatron_rl.controller.batcher import Batcher, StepBatch
 from megatron_rl.controller.metrics import accuracy, rollout_metrics, sample_rows, training_metrics
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.data.bundle import DataBundle, SftPair
+from megatron_rl.data.curriculum_sampler import CurriculumSampler
 from megatron_rl.rollout.collector import Collector, RolloutStats
 from megatron_rl.rollout.producer import Producer
+from megatron_rl.scheduling.length_bias import LengthBias
 from megatron_rl.telemetry.telemetry import Telemetry
 from megatron_rl.types.rollout import PolicyVersion, Prompt, SamplingParams, TrajectoryGroup
 from megatron_rl.types.training import TrainBatch
@@ -76,6 +78,8 @@ class TrainingLoop:
         weight_sync: Publisher,
         telemetry: Telemetry,
         directory: RunDirectory,
+        length_bias_alarm: float = 0.1,
+        curriculum: CurriculumSampler | None = None,
     ) -> None:
         self.run, self.trainer, self.critic = run, trainer, critic
         self.sampling, self.eval_sampling = sampling, eval_sampling
@@ -85,6 +89,8 @@ class TrainingLoop:
         self.telemetry, self.directory = telemetry, directory
         self.version = PolicyVersion(0)
         self._learning_rate = 0.0
+        self.curriculum = curriculum
+        self._length_bias_alarm, self._is_alarmed = length_bias_alarm, False
 
     async def execute(self) -> None:
         """The whole run."""
@@ -193,15 +199,30 @@ class TrainingLoop:
     ) -> None:
         metrics = training_metrics(trained, self._learning_rate)
         self._learning_rate = metrics["learning_rate"]
+        alarm = {"length/bias_alarm": float(self._check_lengths(rollout.length_bias))}
         times = {"time/generate_s": rollout.generate_s, "time/reward_s": rollout.reward_s}
         self.telemetry.record(
-            {"policy_version": self.version} | times | rollout_metrics(groups, rollout, trained_version) | metrics
+            {"policy_version": self.version} | times | alarm | rollout_metrics(groups, rollout, trained_version) | metrics
         )
+        if self.curriculum is not None:
+            self.telemetry.record(self.curriculum.metrics())
         shown = groups[: self.run.num_logged_samples]
         texts = [[self.decode(trajectory.response_ids) for trajectory in group.trajectories] for group in shown]
         rows = sample_rows(shown, texts)
         self.directory.write_rollouts(step, rows)
         self.telemetry.text("samples", [f"{r['prompt']!r} -> {r['response']!r} ({r['reward']})" for r in rows])
+
+    def _check_lengths(self, bias: LengthBias) -> bool:
+        """Whether the schedule prefers short answers; says so when it begins to."""
+        is_alarming = bias.trained_over_sampled < 1.0 - self._length_bias_alarm
+        if is_alarming and not self._is_alarmed:
+            logger.warning(
+                "trained answers have %.2f of the length of sampled ones (rollout.length_bias_alarm=%g): the schedule drops "
+                "long ones; see tokens/dropped_* and docs/rollout.md",
+                bias.trained_over_sampled, self._length_bias_alarm,
+            )  # fmt: skip
+        self._is_alarmed = is_alarming
+        return is_alarming
 
     async def _phase(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         with self.telemetry.span(name):

@@ -42,6 +42,9 @@ class CharacterTokenizer:
                 f"{len(self.alphabet)} characters; add it to data.tokenizer.alphabet"
             ) from error
 
+    def encode_foreign(self, text: str) -> list[int]:
+        return [self._id_of[character] for character in text if character in self._id_of]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Raises `IndexError` for an id beyond the vocabulary: a model must not sample its padding."""
         first = len(SPECIAL_TOKENS)

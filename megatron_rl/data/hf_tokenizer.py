@@ -39,6 +39,9 @@ class HfTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def encode_foreign(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 

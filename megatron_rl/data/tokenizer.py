@@ -23,6 +23,11 @@ class Tokenizer(Protocol):
         """The ids of `text` alone: no special token is added."""
         ...
 
+    def encode_foreign(self, text: str) -> list[int]:
+        """The ids of what a tool said: the names of special tokens are plain text in it, and what the vocabulary lacks is
+        left out."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens dropped."""
         ...

@@ -17,9 +17,13 @@ REWARDS: dict[str, str] = {
     "exact_match": "megatron_rl.rewards.matching:score_exact_match",
     "last_integer": "megatron_rl.rewards.matching:score_last_integer",
     "math_verify": "megatron_rl.rewards.math_verification:score_math_verify",
+    "python_program": "megatron_rl.rewards.programs:score_python_program",
     "reasoning_gym": "megatron_rl.rewards.reasoning_gym_tasks:score_reasoning_gym",
     "reasoning_gym_strict": "megatron_rl.rewards.reasoning_gym_tasks:score_reasoning_gym_strict",
 }
+
+RUNS_PROGRAMS = frozenset({"python_program"})
+"""Rewards that take seconds: for processes of the pool only."""
 
 
 class RewardError(ValueError):

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_rl.rollout.generate.answer import Answer, finish_segments
+from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.scheduling.dispatch import DispatchQueue
+from megatron_rl.scheduling.length_bias import LengthBias
 from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import (
     FinishReason,
     GenerationRequest,
     Prompt,
     RewardResult,
+    RolloutSegment,
     SamplingParams,
     Trajectory,
     TrajectoryGroup,
     TrajectoryState,
+    inserted_segment,
 )
 
 Scorer = Callable[[Prompt, Sequence[int], bool], Awaitable[RewardResult]]
@@ -32,7 +38,7 @@ class RolloutStats:
 
     `efficiency` is busy slot-time over slot-time since generation began (in lockstep) or since the last batch; it falls
     with the long tail. `num_tokens` were sampled in that time, `token_fates` says what became of tokens in it (by
-    `scheduling.work.Fate`; those still under way count as they change).
+    `scheduling.work.Fate`; those still under way count as they change). `length_bias` is of the last few thousand samples.
     """
 
     generate_s: float
@@ -41,6 +47,7 @@ class RolloutStats:
     tokens_per_s: float
     efficiency: float
     token_fates: Mapping[str, int]
+    length_bias: LengthBias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,19 +64,32 @@ class Collector:
     `capacities[e]` is how many requests engine e runs at once.
     """
 
-    def __init__(self, engines: Sequence[GenerationEngine], capacities: Sequence[int], score: Scorer, seed: int) -> None:
+    def __init__(
+        self,
+        engines: Sequence[GenerationEngine],
+        capacities: Sequence[int],
+        score: Scorer,
+        seed: int,
+        function: GenerateFunction | None = None,
+    ) -> None:
+        """`function` None: an answer is one turn."""
         self._engines = engines
         self._capacities = capacities
         self._score = score
         self._seed = seed
+        self._function = function
 
     async def collect(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: SamplingParams, tag: str
     ) -> list[TrajectoryGroup]:
         """All samples of all prompts, in the order of the prompts. `tag` names the draw: equal tags draw equal samples.
 
-        The first engine error is raised at once; requests still running are cancelled.
+        The first engine error is raised at once; requests still running are cancelled. Raises ValueError when two prompts
+        have one id: their samples would have one name and one seed.
         """
+        for prompt_id, count in Counter(prompt.prompt_id for prompt in prompts).items():
+            if count > 1:
+                raise ValueError(f"prompt id {prompt_id!r} is that of {count} prompts; ids must be unique")
         queue: DispatchQueue[_Sample] = DispatchQueue(self._capacities)
         for group, prompt in enumerate(prompts):
             for index in range(samples_per_prompt):
@@ -80,13 +100,10 @@ class Collector:
 
         async def worker(engine: int) -> None:
             while (sample := queue.pull(engine)) is not None:
-                segments = await self._engines[engine].generate(sample.request)
-                trajectory = Trajectory(sample.request.request_id, sample.prompt, segments, TrajectoryState.DONE)
+                trajectory = await self._answer(self._engines[engine], sample)
                 ended = trajectory.finish_reason is FinishReason.STOP
                 reward = await self._score(sample.prompt, trajectory.response_ids, ended)
-                slots[sample.group][sample.index] = Trajectory(
-                    trajectory.trajectory_id, sample.prompt, segments, TrajectoryState.DONE, reward
-                )
+                slots[sample.group][sample.index] = replace(trajectory, reward=reward)
                 queue.finish(engine)
 
         try:
@@ -101,6 +118,31 @@ class Collector:
             TrajectoryGroup(f"{tag}/{prompt.prompt_id}", prompt, tuple(t for t in row if t is not None))
             for prompt, row in zip(prompts, slots, strict=True)
         ]
+
+    async def _answer(self, engine: GenerationEngine, sample: _Sample) -> Trajectory:
+        name, prompt = sample.request.request_id, sample.prompt
+        if self._function is None:
+            return Trajectory(name, prompt, await engine.generate(sample.request), TrajectoryState.DONE)
+        segments, answer = await _converse(self._function, engine, prompt, sample.request)
+        return Trajectory(name, prompt, segments, TrajectoryState.DONE, metrics=answer.metrics)
+
+
+async def _converse(
+    function: GenerateFunction, engine: GenerationEngine, prompt: Prompt, request: GenerationRequest
+) -> tuple[tuple[RolloutSegment, ...], Answer]:
+    """One sample of a generate function, all turns on one engine."""
+    segments: list[RolloutSegment] = []
+
+    async def run_turn(inserted: tuple[int, ...], sampling: SamplingParams) -> tuple[RolloutSegment, ...]:
+        if inserted:
+            segments.append(inserted_segment(inserted))
+        before = [token for segment in segments for token in segment.token_ids]
+        turn = await engine.generate(replace(request, token_ids=(*prompt.token_ids, *before), sampling=sampling))
+        segments.extend(turn)
+        return turn
+
+    answer = await function(prompt, request.sampling, run_turn)
+    return tuple(finish_segments(prompt, segments, answer)), answer
 
 
 def request_seed(seed: int, request_id: str) -> int:

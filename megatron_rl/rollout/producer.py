@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_rl.rollout.collector import RolloutStats, Scorer, request_seed
+from megatron_rl.rollout.generate.conversation import Conversation
+from megatron_rl.rollout.generate.function import GenerateFunction
+from megatron_rl.rollout.prompt_supply import Draw, PlannedGroup, PromptSupply
 from megatron_rl.rollout.slot_meter import SlotMeter
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.kv import PauseMode, choose_pause_mode
 from megatron_rl.scheduling.rollout_state import RolloutState
 from megatron_rl.scheduling.settings import OverAge, ScheduleKind
-from megatron_rl.scheduling.work import GroupWork, SampleWork
+from megatron_rl.scheduling.work import Fate, GroupWork, SampleWork
 from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import (
     EngineLoad,
@@ -29,8 +33,6 @@ from megatron_rl.types.rollout import (
     TrajectoryState,
 )
 
-Draw = Callable[[int], Sequence[Prompt]]
-"""The next n prompts, all different."""
 LOAD_INTERVAL_S = 1.0
 """How often the engines are asked how full their KV caches are."""
 
@@ -43,11 +45,15 @@ class ReportingEngine(GenerationEngine, Protocol):
 
 @dataclass(slots=True)
 class _Content:
-    """What a sample says; the scheduler knows its numbers only."""
+    """What a sample says; the scheduler knows its numbers only. With a generate function, `conversation` shares the
+    segments and `program` runs the function."""
 
     prompt: Prompt
     segments: list[RolloutSegment]
     reward: RewardResult | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    conversation: Conversation | None = None
+    program: asyncio.Task[None] | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -73,19 +79,24 @@ class Producer:
         *,
         pause_mode: PauseMode | None,
         windows: Sequence[AdmissionWindow] = (),
+        function: GenerateFunction | None = None,
+        phase_s: float | None = None,
+        tail_rounds: bool = False,
     ) -> None:
         """`pause_mode` None: decided at each pause. `windows`: one per engine whose number of samples follows its KV
-        cache; empty: the limits of `state` stay."""
+        cache; empty: the limits of `state` stay. `function` None: an answer is one turn.
+        `phase_s`: how long a batch is waited for before it is cut short. `tail_rounds`: prompts that `early_stop` drops while
+        they run are answered in rounds of their own."""
         self._engines, self._state, self._score = engines, state, score
-        self._sampling, self._draw, self._seed = sampling, draw, seed
-        self._fixed_pause_mode, self._windows = pause_mode, windows
+        self._sampling, self._seed, self._function = sampling, seed, function
+        self._supply = PromptSupply(draw, state.settings.groups_per_batch, state.plan_samples)
+        self._tail_rounds = tail_rounds
+        self._fixed_pause_mode, self._windows, self._phase_s = pause_mode, windows, phase_s
         self.pause_mode: PauseMode = pause_mode or "retract"
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
         self._content: dict[str, _Content] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
-        self._drawn: list[tuple[str, Prompt]] = []
-        self._num_draws = 0
         self._meter = SlotMeter()
         self._is_open = False
         self._changed = asyncio.Event()
@@ -102,6 +113,8 @@ class Producer:
         if self._state.settings.kind is ScheduleKind.LOCKSTEP or not self._is_open:
             self._meter.restart()
         self._is_open = True
+        if self._tail_rounds:
+            self._state.begin_round(is_whole=self._supply.begin_round())
         batch = await self._take()
         if self._state.settings.kind is ScheduleKind.LOCKSTEP:
             await self._close_phase()
@@ -128,7 +141,7 @@ class Producer:
         if version > self._state.version:
             self._state.on_version(version)
             self._drop()
-        if self._state.settings.kind is not ScheduleKind.LOCKSTEP and self._num_draws:
+        if self._state.settings.kind is not ScheduleKind.LOCKSTEP and self._supply.num_draws:
             self._is_open = True
             self._start()
 
@@ -141,27 +154,33 @@ class Producer:
     async def close(self) -> None:
         """End everything that runs."""
         self._is_open = False
-        tasks = [*self._tasks.values(), *self._scoring, *([self._watch] if self._watch else [])]
+        programs = [content.program for content in self._content.values() if content.program]
+        tasks = [*self._tasks.values(), *programs, *self._scoring, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self) -> list[GroupWork]:
+        deadline = None if self._phase_s is None else time.monotonic() + self._phase_s
         while True:
             self._start()
-            batch = self._state.take_batch()
+            is_late = deadline is not None and time.monotonic() >= deadline
+            batch = self._state.take_batch(is_late)
             if batch is not None:
+                self._drop()
                 return batch
             if self._state.is_stalled and not self._scoring:
                 self._state.begin_phase()
             else:
-                await self._wait()
+                await self._wait(None if is_late else deadline)
 
-    async def _wait(self) -> None:
-        """Until something changes."""
+    async def _wait(self, deadline: float | None = None) -> None:
+        """Until something changes, or the monotonic clock reaches `deadline`."""
         self._changed.clear()
         if self._error is None:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
         if self._error is not None:
             raise self._error
 
@@ -206,40 +225,64 @@ class Producer:
         if self._windows and self._watch is None:
             self._watch = asyncio.create_task(self._watch_loads())
         for _ in range(self._state.num_wanted):
-            group_id, prompt = self._next_prompt()
-            for sample in self._state.add_group(group_id, prompt.prompt_id).samples:
-                self._content[sample.sample_id] = _Content(prompt, [])
+            plan = self._supply.next()
+            for sample in self._state.add_group(plan.group_id, plan.prompt.prompt_id, plan.num_samples).samples:
+                self._content[sample.sample_id] = _Content(plan.prompt, [])
         for engine, sample in self._state.assign():
             self._meter.change(1)
             self._tasks[sample.sample_id] = asyncio.create_task(self._run(engine, sample))
 
-    def _next_prompt(self) -> tuple[str, Prompt]:
-        """Prompts are drawn a step's worth at a time: in lockstep, group `step-n/p` is trained in step n."""
-        if not self._drawn:
-            self._num_draws += 1
-            prompts = self._draw(self._state.settings.groups_per_batch)
-            self._drawn = [(f"step-{self._num_draws}/{prompt.prompt_id}", prompt) for prompt in reversed(prompts)]
-        return self._drawn.pop()
-
     async def _run(self, engine: int, sample: SampleWork) -> None:
         """One go of a sample on an engine."""
         name, content = sample.sample_id, self._content[sample.sample_id]
-        limit = self._state.token_limit(sample)
-        request = GenerationRequest(
-            name, content.token_ids, replace(self._sampling, max_new_tokens=limit), request_seed(self._seed, name)
-        )
         try:
+            if self._function is not None and content.program is None:
+                self._begin_program(self._function, sample, content)
+            sampling = self._sampling
+            if content.conversation is not None:
+                await content.conversation.first_turn()
+                sampling = content.conversation.sampling
+            limit = min(self._state.token_limit(sample), sampling.max_new_tokens - _num_turn_tokens(content))
+            request = GenerationRequest(
+                name, content.token_ids, replace(sampling, max_new_tokens=limit), request_seed(self._seed, name)
+            )
             segments = await self._engines[engine].generate(request)
             if self._end(sample, segments, limit):
-                task = asyncio.create_task(self._run_score(sample, content, segments[-1].finish_reason is FinishReason.STOP))
-                self._scoring.add(task)
+                self._begin_score(sample, content, segments[-1].finish_reason is FinishReason.STOP)
             self._start()
         except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
             self._fail(error)
         self._changed.set()
 
+    def _begin_program(self, function: GenerateFunction, sample: SampleWork, content: _Content) -> None:
+        """The generate function of a sample begins with its first place at an engine."""
+
+        def on_asked(num_inserted: int) -> None:
+            if self._content.get(sample.sample_id) is not content:
+                raise asyncio.CancelledError  # it was dropped
+            self._state.on_turn(sample.sample_id, num_inserted)
+            self._start()
+            self._changed.set()  # its budget may be used up, and the phase with it
+
+        content.conversation = Conversation(function, content.prompt, self._sampling, on_asked)
+        content.segments = content.conversation.segments
+        content.program = asyncio.create_task(self._run_program(content.conversation, sample, content))
+
+    async def _run_program(self, conversation: Conversation, sample: SampleWork, content: _Content) -> None:
+        try:
+            answer = await conversation.run()
+            if self._content.get(sample.sample_id) is not content:
+                return  # dropped meanwhile
+            content.metrics = answer.metrics
+            unused = [(s.policy_version, len(s.token_ids)) for s in content.segments if s.is_sampled and not s.has_loss]
+            self._state.on_last_turn(sample.sample_id, unused)
+            self._begin_score(sample, content, answer.is_finished)
+        except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+            self._fail(error)
+        self._changed.set()
+
     def _end(self, sample: SampleWork, segments: Sequence[RolloutSegment], limit: int) -> bool:
-        """Keep what a go gave and tell the scheduler; whether the sample is complete."""
+        """Keep what a go gave and tell the scheduler; whether the sample is complete. A complete turn goes to its function."""
         self._meter.change(-1)
         del self._tasks[sample.sample_id]
         content = self._content[sample.sample_id]
@@ -247,17 +290,24 @@ class Producer:
         num_new = sum(len(segment.token_ids) for segment in segments)
         reason = segments[-1].finish_reason if segments else FinishReason.ABORT
         # An engine whose context is full stops before the limit it was given: nothing more can come.
+        conversation = content.conversation
         has_stopped = reason is FinishReason.STOP or (reason is FinishReason.LENGTH and num_new < limit)
+        if conversation is not None:
+            has_stopped |= conversation.num_turn_tokens >= conversation.sampling.max_new_tokens
         spans = [(segment.policy_version, len(segment.token_ids)) for segment in segments]
-        kept = self._state.on_returned(sample.sample_id, spans, has_stopped)
-        if kept is None:
-            del self._content[sample.sample_id]
+        if self._state.on_returned(sample.sample_id, spans, has_stopped, conversation is None) is None:
+            self._forget(sample)
             return False
-        is_done = sample.state is TrajectoryState.DONE
-        if content.segments:
-            last = reason if has_stopped else FinishReason.LENGTH if is_done else FinishReason.ABORT
-            content.segments[-1] = replace(content.segments[-1], finish_reason=last)
-        return is_done
+        has_ended = sample.state in (TrajectoryState.DONE, TrajectoryState.AWAY)
+        if content.segments and content.segments[-1].is_sampled:
+            last = FinishReason.STOP if reason is FinishReason.STOP else FinishReason.LENGTH
+            content.segments[-1] = replace(content.segments[-1], finish_reason=last if has_ended else FinishReason.ABORT)
+        if conversation is not None and has_ended:
+            conversation.end_turn()
+        return sample.state is TrajectoryState.DONE
+
+    def _begin_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
+        self._scoring.add(asyncio.create_task(self._run_score(sample, content, has_stopped)))
 
     async def _run_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
         """The reward of a complete sample, while others generate."""
@@ -279,19 +329,42 @@ class Producer:
 
     def _drop(self) -> None:
         """Forget what the scheduler dropped; what still runs is ended at its engine."""
-        for sample in self._state.take_dropped():
+        dropped = self._state.take_dropped()
+        if self._tail_rounds:
+            self._keep_prompts([sample for sample in dropped if sample.fate is Fate.DROPPED_EARLY_STOP])
+        for sample in dropped:
             if task := self._tasks.get(sample.sample_id):
                 task.cancel()
                 self._end(sample, (), 0)
             else:
-                del self._content[sample.sample_id]
+                self._forget(sample)
+
+    def _keep_prompts(self, samples: Sequence[SampleWork]) -> None:
+        """The prompts of a cut round's rest: late, or as if they had not been drawn."""
+        groups: dict[str, list[SampleWork]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group.group_id, []).append(sample)
+        rest = []
+        for group_id, members in groups.items():
+            prompt = self._content[members[0].sample_id].prompt
+            if any(s.oldest_version is not None and s.state is not TrajectoryState.DONE for s in members):
+                self._supply.put_late(prompt)
+            else:
+                rest.append(PlannedGroup(group_id, prompt, len(members)))
+        self._supply.put_back(rest)
+
+    def _forget(self, sample: SampleWork) -> None:
+        content = self._content.pop(sample.sample_id)
+        if content.program is not None:
+            content.program.cancel()
 
     def _to_group(self, work: GroupWork) -> TrajectoryGroup:
         trajectories = []
         for sample in work.samples:
             content = self._content.pop(sample.sample_id)
+            segments = tuple(content.segments)
             trajectories.append(
-                Trajectory(sample.sample_id, content.prompt, tuple(content.segments), TrajectoryState.DONE, content.reward)
+                Trajectory(sample.sample_id, content.prompt, segments, TrajectoryState.DONE, content.reward, content.metrics)
             )
         return TrajectoryGroup(work.group_id, trajectories[0].prompt, tuple(trajectories))
 
@@ -308,4 +381,9 @@ class Producer:
             tokens_per_s=num_sampled / max(self._meter.elapsed_s - self._meter.reward_s, 1e-6),
             efficiency=self._meter.efficiency(sum(self._state.queue.limits)),
             token_fates=fates,
+            length_bias=self._state.length_monitor.bias(),
         )
+
+
+def _num_turn_tokens(content: _Content) -> int:
+    return 0 if content.conversation is None else content.conversation.num_turn_tokens

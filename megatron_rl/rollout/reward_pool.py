@@ -7,12 +7,12 @@ import json
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from megatron_rl.config.sections import RewardPoolSection
+from megatron_rl.config.rollout_sections import RewardPoolSection
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rollout.reward_cache import RewardCache
 from megatron_rl.types.rollout import Prompt, RewardResult
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ class RewardPool:
         for _ in range(section.num_workers):
             self._free.put_nowait(None)
         self._processes: set[Process] = set()
-        self._cache: OrderedDict[tuple[str, str, str, bool], RewardResult] = OrderedDict()
+        self._cache = RewardCache(section.cache_size)
         self.num_failed = 0
 
     async def score(self, reward: str, prompt: Prompt, text: str, is_finished: bool) -> RewardResult:
         """The reward of one text by the function called `reward`; FAILED after `timeout_s` or a crash."""
         key = (reward, prompt.prompt_id, text, is_finished)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
+        known = self._cache.get(key)
+        if known is not None:
+            return known
         request = {"reward": reward, "prompt": asdict(prompt), "text": text, "is_finished": is_finished}
         process = await self._free.get()
         timeout_s = self._section.timeout_s
@@ -72,10 +72,7 @@ class RewardPool:
             logger.warning("reward %s of prompt %s: %s; it counts as 0", reward, prompt.prompt_id, answer["crashed"])
             return FAILED
         result = RewardResult(answer["reward"], answer["is_correct"], answer["details"])
-        if self._section.cache_size:
-            self._cache[key] = result
-            if len(self._cache) > self._section.cache_size:
-                self._cache.popitem(last=False)
+        self._cache.put(key, result)
         return result
 
     async def close(self) -> None:

@@ -31,6 +31,14 @@ class Curriculum:
             MEMORY * wrong + num_samples - num_correct,
         )
 
+    @property
+    def num_known(self) -> int:
+        """Prompts of which a group is complete."""
+        return len(self._counts)
+
+    def is_known(self, prompt_id: str) -> bool:
+        return prompt_id in self._counts
+
     def pass_rate(self, prompt_id: str) -> float:
         """The posterior mean; 0.5 for a prompt never seen."""
         a, b = self._posterior(prompt_id)

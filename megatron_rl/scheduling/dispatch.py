@@ -59,6 +59,9 @@ class DispatchQueue(Generic[T]):
         self._shared: _Heap[T] = _Heap()
         self._sticky: _Heap[T] = _Heap()
         self._own: list[_Heap[T]] = [_Heap() for _ in limits]
+        self._num_own = [0] * len(limits)
+        self._expecting: OrderedDict[int, None] = OrderedDict()
+        """Engines that have room and for which items wait."""
         self._waiting: dict[T, tuple[Order, int, _Entry[T]]] = {}
         self._arrival = 0
 
@@ -90,7 +93,7 @@ class DispatchQueue(Generic[T]):
         """Take a waiting item out; False when it does not wait."""
         row = self._waiting.pop(item, None)
         if row is not None:
-            row[2].is_waiting = False
+            self._take_out(row[2])
         return row is not None
 
     def reorder(self, order_of: Callable[[T], Order]) -> None:
@@ -98,45 +101,44 @@ class DispatchQueue(Generic[T]):
         rows = [(order_of(row[2].item), row[1], row[2]) for row in self._waiting.values()]
         self._shared, self._sticky = _Heap(), _Heap()
         self._own = [_Heap() for _ in self._limits]
+        self._num_own = [0] * len(self._limits)
+        self._expecting.clear()
         self._waiting = {row[2].item: row for row in rows}
         for row in rows:
             self._file(*row)
 
     def assign(self) -> Iterator[tuple[int, T]]:
         """(engine, item) for everything that can start now: the engines with room take turns; stealing comes last."""
-        for may_steal in (False, True):
-            idle: set[int] = set()
-            while self._waiting and len(idle) < len(self._roomy):
-                engine = next(iter(self._roomy))
-                item = self.pull(engine, may_steal)
-                if item is None:
-                    idle.add(engine)
-                    self._roomy.move_to_end(engine)
-                else:
-                    yield engine, item
+        while self._waiting and self._roomy:
+            takes_any = self._shared.top() is not None or not self._expecting
+            engine = next(iter(self._roomy if takes_any else self._expecting))
+            item = self.pull(engine)
+            assert item is not None, f"engine {engine} has room, and of {len(self._waiting)} waiting items it gets none"
+            yield engine, item
 
-    def pull(self, engine: int, may_steal: bool = True) -> T | None:
-        """The next item for an engine; None when it is full or nothing waits (without `may_steal`: for it)."""
+    def pull(self, engine: int) -> T | None:
+        """The next item for an engine, one that waits for another only when there is none else; None when it is full or
+        nothing waits."""
         if engine not in self._roomy:
             return None
         own, shared = self._own[engine].top(), self._shared.top()
         row = min((row for row in (own, shared) if row is not None), key=lambda row: row[:2], default=None)
-        if row is None and may_steal:
+        if row is None:
             row = self._sticky.top()
         if row is None:
             return None
         entry = row[2]
-        entry.is_waiting = False
         del self._waiting[entry.item]
+        self._take_out(entry)
         self._sticky.sweep(len(self._waiting))
         if entry.engine is not None:
             self._own[entry.engine].sweep(len(self._waiting))
         self._running[engine] += 1
         self._num_running += 1
-        if self._running[engine] >= self._limits[engine]:
-            del self._roomy[engine]
-        else:
-            self._roomy.move_to_end(engine)
+        self._note_room(engine)
+        for engines in (self._roomy, self._expecting):
+            if engine in engines:
+                engines.move_to_end(engine)
         return entry.item
 
     def finish(self, engine: int) -> None:
@@ -156,9 +158,21 @@ class DispatchQueue(Generic[T]):
         else:
             self._own[entry.engine].push(order, arrival, entry)
             self._sticky.push(order, arrival, entry)
+            self._num_own[entry.engine] += 1
+            self._note_room(entry.engine)
+
+    def _take_out(self, entry: _Entry[T]) -> None:
+        entry.is_waiting = False
+        if entry.engine is not None:
+            self._num_own[entry.engine] -= 1
+            self._note_room(entry.engine)
 
     def _note_room(self, engine: int) -> None:
         if self._running[engine] < self._limits[engine]:
             self._roomy.setdefault(engine, None)
         else:
             self._roomy.pop(engine, None)
+        if self._num_own[engine] and engine in self._roomy:
+            self._expecting.setdefault(engine, None)
+        else:
+            self._expecting.pop(engine, None)

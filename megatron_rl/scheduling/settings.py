@@ -38,7 +38,9 @@ class ScheduleSettings:
     `oversample`: groups under way over the groups of a batch (lockstep and one_step_off; asynchronous takes what
     `max_staleness` allows). `filter_groups`: groups of one correctness (all solved, all failed) are left out and replaced,
     until (`max_oversample_factor` - 1) batches of them were filtered for one batch, which is then cut short.
-    `max_versions`: a sample sampled by more versions than this is dropped (None: no limit).
+    `max_versions`: a sample sampled by more versions than this is dropped (None: no limit). `early_stop`: what is left when a
+    lockstep batch is cut is dropped, not kept for the next one (a policy to compare with: it prefers short answers).
+    `adapt_samples`: the samples of a draw are spread over its prompts by the curriculum; `samples_per_group` is their mean.
     """
 
     groups_per_batch: int
@@ -52,6 +54,8 @@ class ScheduleSettings:
     max_versions: int | None = None
     filter_groups: bool = False
     max_oversample_factor: float = 4.0
+    early_stop: bool = False
+    adapt_samples: bool = False
 
     def __post_init__(self) -> None:
         if min(self.groups_per_batch, self.samples_per_group, self.max_new_tokens) < 1 or self.max_staleness < 0:
@@ -59,7 +63,9 @@ class ScheduleSettings:
         if self.kind is ScheduleKind.ONE_STEP_OFF and self.max_staleness < 1:
             raise ValueError("one_step_off trains every sample one version later: max_staleness must be at least 1")
         num_batches = max_oversample(self.kind, self.max_staleness)
-        if not 1 <= self.oversample <= num_batches:
+        if self.early_stop and self.kind is not ScheduleKind.LOCKSTEP:
+            raise ValueError(f"early_stop cuts the batches of lockstep, not of {self.kind.value}")
+        if self.oversample < 1 or (self.oversample > num_batches and not self.early_stop):
             raise ValueError(
                 f"oversample {self.oversample:g}: expected at least 1 and at most {num_batches} with max_staleness "
                 f"{self.max_staleness}, or what is left over grows too old to train on"

@@ -18,8 +18,10 @@ class Fate(StrEnum):
     UNDER_WAY = "under_way"
     TRAINED = "trained"
     MASKED_OVER_AGE = "masked_over_age"
+    MASKED_BY_FUNCTION = "masked_by_function"
     DROPPED_OVER_AGE = "dropped_over_age"
     DROPPED_VERSIONS = "dropped_versions"
+    DROPPED_EARLY_STOP = "dropped_early_stop"
     DROPPED_SMALL_GROUP = "dropped_small_group"
     FILTERED_SOLVED = "filtered_solved"
     FILTERED_FAILED = "filtered_failed"
@@ -29,7 +31,9 @@ class Fate(StrEnum):
 class SampleWork:
     """One sample. `oldest_version` is that of the engines when it first started: no token of it is older.
 
-    `order` and `engine` (where its prefix lies) are the queue's; `phase_tokens` is what it got in this phase.
+    `order` and `engine` (where its prefix lies) are the queue's; `phase_tokens` is what it got in this phase. `num_tokens`
+    were sampled; `num_inserted` more stand between its turns. `unused` are those of `spans` that its generate function
+    gives no loss.
     """
 
     sample_id: str
@@ -38,6 +42,8 @@ class SampleWork:
     state: TrajectoryState = TrajectoryState.WAITING
     spans: Spans = field(default_factory=list)
     num_tokens: int = 0
+    num_inserted: int = 0
+    unused: Spans = field(default_factory=list)
     phase_tokens: int = 0
     oldest_version: int | None = None
     engine: int | None = None

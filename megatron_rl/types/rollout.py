@@ -2,7 +2,8 @@
 
 A worked example: a `Prompt` asks "2 + 3 =". The group of G=2 trajectories answers it twice. The first
 answer was sampled in one go under version 7, so it has one `RolloutSegment`; the second was paused when the
-weights moved to version 8, so it has two. Every token therefore knows the version that sampled it.
+weights moved to version 8, so it has two. Every token therefore knows the version that sampled it. A third one called a
+calculator: what the calculator said is a segment between two sampled ones, of no version and without a loss.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of weight syncs since the run began; 0 is the warm-started policy."""
+NOT_SAMPLED = PolicyVersion(-1)
+"""The version of tokens that no policy sampled: what a tool or an environment said."""
 
 
 class FinishReason(StrEnum):
@@ -25,12 +28,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_new_tokens or the context length was reached
     ABORT = "abort"  # cut by pause or abort; the trajectory can be resumed
     SWITCH = "switch"  # the weights changed while it ran; the next segment continues it
+    INSERTED = "inserted"  # not sampled: what a tool said between two turns
 
 
 class TrajectoryState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     PAUSED = "paused"
+    AWAY = "away"  # between two turns, at a tool
     DONE = "done"
 
 
@@ -77,6 +82,8 @@ class RolloutSegment:
     `experts` (see `types.routing`) are those of the tokens that were the input when the segment's tokens were sampled: its
     last rows are the token before the segment and all of the segment's tokens but the last. The first segment of a
     request has the rows of the request's tokens in front.
+
+    `has_loss`: whether the tokens may be trained on. Inserted ones never are; they have version NOT_SAMPLED and log-prob 0.
     """
 
     token_ids: tuple[int, ...]
@@ -84,10 +91,22 @@ class RolloutSegment:
     policy_version: PolicyVersion
     finish_reason: FinishReason
     experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    has_loss: bool = True
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"segment has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probs")
+        if self.has_loss and not self.is_sampled:
+            raise ValueError("a segment that no policy sampled has no loss")
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.policy_version != NOT_SAMPLED
+
+
+def inserted_segment(token_ids: tuple[int, ...]) -> RolloutSegment:
+    """Tokens that a tool or an environment put between two turns."""
+    return RolloutSegment(token_ids, (0.0,) * len(token_ids), NOT_SAMPLED, FinishReason.INSERTED, has_loss=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +133,17 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A prompt and the segments sampled for it so far."""
+    """A prompt and what follows it so far: segments sampled for it and, with tools, inserted ones between them.
+
+    `metrics` are a generate function's own (tool calls and the like); the step reports their means.
+    """
 
     trajectory_id: str
     prompt: Prompt
     segments: tuple[RolloutSegment, ...]
     state: TrajectoryState
     reward: RewardResult | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def response_ids(self) -> tuple[int, ...]:
@@ -133,6 +156,11 @@ class Trajectory:
     @property
     def response_versions(self) -> tuple[int, ...]:
         return tuple(segment.policy_version for segment in self.segments for _ in segment.token_ids)
+
+    @property
+    def response_loss_mask(self) -> tuple[bool, ...]:
+        """Which tokens of the response may be trained on."""
+        return tuple(segment.has_loss for segment in self.segments for _ in segment.token_ids)
 
     @property
     def finish_reason(self) -> FinishReason | None:

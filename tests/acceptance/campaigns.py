@@ -4,60 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import random
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.controller.run_directory import git_revision
-from tests.e2e.runs import ROOT, Run, running
+from tests.e2e.memory import peak_memory
+from tests.e2e.runs import ROOT, running
 from tests.slurm.cluster import SlurmCluster
 
 SEEDS = (1, 2, 3)
 QUICKSTART_LIMIT_S = 480.0
-MEMORY_INTERVAL_S = 3.0
-"""Walking the page tables of all processes costs a tenth of a core when done every second."""
 
 
-@contextmanager
-def peak_memory(run: Run) -> Iterator[list[int]]:
-    """Samples the proportional memory of all processes of a run; the list holds the peak in bytes."""
-    peak, done = [0], threading.Event()
-
-    def sample() -> None:
-        while not done.wait(MEMORY_INTERVAL_S):
-            peak[0] = max(peak[0], sum(_proportional_bytes(pid) for pid in run.processes()))
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
-
-
-def _proportional_bytes(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:  # it ended meanwhile
-        return 0
-    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
-
-
-def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str, object]:
-    """One run to its end; its figures."""
+def train(config: str, seed: int, *overrides: str, timeout_s: float, means: Sequence[str] = ()) -> dict[str, object]:
+    """One run to its end; its figures. `means`: metrics whose means over the steps are wanted too."""
     arguments = (f"run.seed={seed}", "telemetry.progress=plain", *overrides)
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run) as peak:
+        with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run.processes) as peak:
             run.wait_for("trainer ranks (", timeout_s)  # everything is up; the first step begins
             start_s = time.monotonic() - started
             status = run.wait(timeout_s)
@@ -87,6 +57,7 @@ def train(config: str, seed: int, *overrides: str, timeout_s: float) -> dict[str
         "logprob_gap_max": max(row["rollout/logprob_gap"] for row in rows[1:]),
         "clip_fraction_mean": round(sum(row["loss/clip_fraction"] for row in rows[1:]) / len(steps), 4),
         "peak_memory_gib": round(peak[0] / 2**30, 2),
+        **({"means": {name: round(sum(row[name] for row in rows[1:]) / len(steps), 6) for name in means}} if means else {}),
         **({"explained_variance": explained} if explained else {}),
     }
 
@@ -166,6 +137,32 @@ def vapo() -> bool:
     return report("vapo", {"means": means}, within_005=means["vapo"] >= means["gspo"] - 0.05)
 
 
+def tools() -> bool:
+    """A tiny model learns to call a calculator and a Python interpreter, a few steps each, and rather does than not."""
+    results = []
+    numbers = [(a, sign, b) for a in range(2, 100) for b in range(2, 100) for sign in "+*"]
+    random.Random(5).shuffle(numbers)
+    calls = {"calculator_tool": "[{}]={};", "python_tool": "[print({})]={}\n;"}
+    for config, shape in calls.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sums.jsonl"
+            with path.open("w") as file:
+                for a, sign, b in numbers[:6000]:
+                    text, value = f"{a}{sign}{b}", a + b if sign == "+" else a * b
+                    file.write(json.dumps({"prompt": text, "answer": shape.format(text, value)}) + "\n")
+            figures = train(
+                f"configs/experiments/{config}.yaml", 1, f"data.sources.0.path={path}", "run.num_steps=15",
+                timeout_s=1200, means=("generate/tool_calls", "generate/tool_failures", "rollout/logprob_gap"),
+            )  # fmt: skip
+        results.append(report(
+            f"tools/{config}", figures,
+            calls_its_tool=figures["means"]["generate/tool_calls"] > 0.5,
+            learns=figures["accuracy_after"] > figures["accuracy_before"],
+            log_probs_agree=figures["logprob_gap_max"] < 1e-4,
+        ))  # fmt: skip
+    return all(results)
+
+
 def smollm2() -> bool:
     """SmolLM2-135M learns one-digit arithmetic zero-shot and two-digit one-shot, with both engines."""
     if not (ROOT / "models/smollm2_135m/config.json").exists():
@@ -237,6 +234,7 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "quickstart_sglang": quickstart_sglang,
     "schedules": schedules,
     "vapo": vapo,
+    "tools": tools,
     "smollm2": smollm2,
     "slurm": slurm,
     "sglang_tp1": sglang_tp1,

@@ -42,7 +42,7 @@ HEAVY: Mapping[str, tuple[str, ...]] = {
     "safetensors": ("checkpoint", "resharding.transports.disk"),
     "reasoning_gym": ("rewards",),
     "math_verify": ("rewards",),
-    "aiohttp": ("rollout.sglang",),
+    "aiohttp": ("rollout.sglang", "rollout.remote_judge"),
     "psutil": ("rollout", "controller", "platforms"),
     "matplotlib": ("report",),
     "pandas": (),

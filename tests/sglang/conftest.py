@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.rollout.sglang.engine import SglangEngine
 from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel
 from megatron_rl.rollout.sglang.process import SglangServer

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.resolve import resolve
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.controller.model_setup import build_model_setup
 from megatron_rl.controller.sglang_host import write_model_config
 from megatron_rl.data.tokenizer import load_tokenizer

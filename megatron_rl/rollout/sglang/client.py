@@ -14,6 +14,10 @@ from megatron_rl.rollout.sglang.keys import EngineKeys
 
 WATCH_S = 0.5
 """How often a waiting request looks whether its server still lives."""
+IDLE_CONNECTION_S = 1.0
+"""How long an unused connection is kept. The server closes one after `SGLANG_TIMEOUT_KEEP_ALIVE` (5 s); a request that it
+meets on its way then fails. So the client must be the first, by far: on a busy machine a second is nothing.
+"""
 
 
 class EngineClient:
@@ -66,7 +70,8 @@ class EngineClient:
         if self._session is None:
             # SGLang queues; a limit on connections here would only hide requests from its scheduler.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+                timeout=aiohttp.ClientTimeout(total=None),
             )
         headers = {"Authorization": f"Bearer {key}"}
         async with self._session.request(method, self._url + path, json=body, headers=headers) as reply:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.types.routing import RoutingShape
 
 CUSTOM_LOADER = "megatron_rl.resharding.sglang_loader.load"
@@ -147,6 +147,7 @@ def _environment(section: SglangSection, place: EnginePlace, receiver_dir: Path)
         RECEIVER_DIR_ENV: str(receiver_dir),
         RECEIVER_HOST_ENV: place.host,
         "HF_HUB_OFFLINE": "1",  # the model is a folder; nothing is fetched
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # idle connections are the client's to close, see `client`
         # A crashed server otherwise collects GPU core dumps for a minute before it ends, and looks alive meanwhile.
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",

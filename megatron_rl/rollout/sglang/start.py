@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.rollout.sglang.engine import SglangEngine
 from megatron_rl.rollout.sglang.keys import EngineKeys, make_keys, write_key_file
 from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel, plan_launch

@@ -15,6 +15,7 @@ from megatron_rl.types.rollout import (
     Trajectory,
     TrajectoryGroup,
     TrajectoryState,
+    inserted_segment,
 )
 
 PROMPT = Prompt("p0", "2 + 3 =", (11, 12, 13), "5", "arithmetic")
@@ -107,3 +108,24 @@ def test_missing_experts_are_unknown_and_too_few_are_refused() -> None:
     short = make_trajectory("t2", [with_experts(first, [10, 11, 12])])
     with pytest.raises(ValueError, match="trajectory t2: segment 0 has routed experts for 3 tokens, expected at least 4"):
         build_samples([TrajectoryGroup("g0", PROMPT, (short,))], [[0.0]], mask_truncated=False)
+
+
+def test_inserted_tokens_and_those_of_masked_turns_train_nothing() -> None:
+    second = replace(make_segment((8,), 9, FinishReason.STOP), has_loss=False)
+    turns = [make_segment((5, 6), 7, FinishReason.STOP), inserted_segment((50, 51)), second]
+    group = TrajectoryGroup("g0", PROMPT, (make_trajectory("t0", turns),))
+    for oldest_version in (-2, 0):
+        (sample,) = build_samples([group], [[0.5]], mask_truncated=True, oldest_version=oldest_version)
+        assert sample.token_ids_L.tolist() == [11, 12, 13, 5, 6, 50, 51, 8]
+        assert sample.loss_mask_L.tolist() == [False] * 3 + [True, True] + [False] * 3
+        assert sample.versions_L.tolist() == [-1, -1, -1, 7, 7, -1, -1, 9]
+        np.testing.assert_allclose(sample.rollout_logprobs_L, [0, 0, 0, -0.5, -0.6, 0, 0, -0.8], rtol=1e-6)
+
+
+def test_the_turn_behind_inserted_tokens_brings_their_experts() -> None:
+    first = with_experts(make_segment((5, 6), 7, FinishReason.STOP), [10, 11, 12, 13])
+    last = with_experts(make_segment((8, 9), 8, FinishReason.STOP), [90, 91, 92, 93, 24, 25, 26, 27])
+    trajectory = make_trajectory("t0", [first, inserted_segment((50, 51)), last])
+    (sample,) = build_samples([TrajectoryGroup("g", PROMPT, (trajectory,))], [[0.5]], mask_truncated=False)
+    assert sample.experts_LYK is not None
+    assert sample.experts_LYK[:, 0, 0].tolist() == [10, 11, 12, 13, 24, 25, 26, 27, 255]

@@ -12,8 +12,8 @@ from megatron_rl.config.construct import key_paths
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.load import load_experiment
 from megatron_rl.config.ranges import RANGES, value_at
+from megatron_rl.config.rollout_sections import DynamicSamplingSection
 from megatron_rl.config.sections import (
-    DynamicSamplingSection,
     ExperimentConfig,
     LayoutSection,
     RolloutSection,
@@ -86,6 +86,31 @@ def test_the_example_is_sound(path: Path) -> None:
         ("rollout={oversample: 2, max_staleness: 0}", "rollout.oversample", "at most 1 with max_staleness 0, got 2"),
         ("rollout={schedule: asynchronous, oversample: 2}", "rollout.oversample", "expected 1 with schedule asynchronous"),
         ("rollout.partial.phase_tokens=0", "rollout.partial.phase_tokens", "at least 1, got 0"),
+        ("rollout={schedule: asynchronous, leftover: drop}", "rollout.leftover", "expected resume with schedule asynchronous"),
+        ("rollout.length_bias_alarm=0", "rollout.length_bias_alarm", "above 0 and at most 1, got 0"),
+        ("data.curriculum.order=easy_to_hard", "data.curriculum.enabled", "expected true, or no other key"),
+        ("data.curriculum={enabled: true, num_bins: 0}", "data.curriculum.num_bins", "at least 1, got 0"),
+        ("rollout.rewards.judges=[{name: a, url: x}]", "rollout.rewards.judges.0.url", "expected http:// or https://, got 'x'"),
+        (
+            "rollout.rewards.judges=[{name: a, url: 'http://x', timeout_s: 0}]",
+            "rollout.rewards.judges.0.timeout_s",
+            "expected a value above 0, got 0",
+        ),
+        (
+            "rollout.rewards={judges: [{name: a, url: 'http://x'}], sums: [{name: a, parts: [{reward: b}]}]}",
+            "rollout.rewards.sums.0.name",
+            "'a' is the name of another one; names must differ",
+        ),
+        ("rollout.rewards.sums=[{name: a, parts: []}]", "rollout.rewards.sums.0.parts", "at least one part, each reward once"),
+        (
+            "rollout.rewards.sums=[{name: a, parts: [{reward: b}]}, {name: b, parts: [{reward: a}]}]",
+            "rollout.rewards.sums.0.parts",
+            "'b' is a sum itself; name its parts",
+        ),
+        ("rollout.partial.phase_s=5", "rollout.max_staleness", "expected at least 1 with rollout.partial.phase_s"),
+        ("rollout.generate.function=tool", "rollout.generate.function", "expected package.module:name, got 'tool'"),
+        ("rollout.generate.function=mine.tool:run", "rollout.generate.function", "is in none of rollout.generate.allowed_pack"),
+        ("rollout.generate.options={a: 1}", "rollout.generate.options", "nothing reads them without"),
         ("rollout.schedule=async", "rollout.schedule", "expected one of lockstep, one_step_off, asynchronous"),
         ("algorithm.aggregation=token-mean", "algorithm.aggregation", "contradicts loss gspo: expected seq-mean-token"),
         ("algorithm={name: dapo, loss: ppo}", "algorithm.aggregation", "contradicts name dapo: expected token-mean"),

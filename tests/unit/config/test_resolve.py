@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection, OverlongSection
 from megatron_rl.config.resolve import batch_equation, resolve
+from megatron_rl.config.rollout_sections import EmbeddedSection, PartialSection, SamplingSection
 from megatron_rl.config.sections import (
     DataSection,
-    EmbeddedSection,
     ExperimentConfig,
     LayoutSection,
     ModelSection,
-    PartialSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
     SyncSection,
     TrainerSection,
 )

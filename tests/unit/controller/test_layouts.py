@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.sections import EmbeddedSection, LayoutSection, RolloutSection, SglangSection
+from megatron_rl.config.rollout_sections import EmbeddedSection, SglangSection
+from megatron_rl.config.sections import LayoutSection, RolloutSection
 from megatron_rl.controller.experiment import UnservedError, check_engine_is_served
 from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.types.layout import EngineLayout, ParallelLayout

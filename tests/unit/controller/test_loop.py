@@ -7,16 +7,17 @@ import json
 import math
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.rollout_sections import SamplingSection
 from megatron_rl.config.sections import (
     CriticSection,
     OptimizerSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
     SyncSection,
     TelemetrySection,
     TrainerSection,
@@ -30,6 +31,9 @@ from megatron_rl.controller.schedule import build_producer
 from megatron_rl.data.bundle import DataBundle, SftPair
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.rollout.collector import Collector
+from megatron_rl.rollout.generate.answer import Transcript
+from megatron_rl.rollout.generate.function import GenerateFunction
+from megatron_rl.scheduling.length_bias import LengthBias
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import (
@@ -93,8 +97,9 @@ class Recorder:
 
 
 def build_loop(
-    tmp_path, recorder, *, skip=False, score=None, critic=None, max_staleness=0, rollout=MappingProxyType({}), **run_options
-):
+    tmp_path, recorder, *, skip=False, score=None, critic=None, max_staleness=0, rollout=MappingProxyType({}), function=None,
+    max_new_tokens=8, **run_options,
+):  # fmt: skip
     run = RunSection(
         num_steps=3, prompts_per_step=4, samples_per_prompt=2, eval_interval=2, num_eval_prompts=3, **run_options
     )
@@ -120,8 +125,10 @@ def build_loop(
         run, trainer, critic, SamplingParams(8), SamplingParams(8), data=data,
         pairs_of=lambda ps: [SftPair(p.token_ids, (4, 5)) for p in ps], decode=lambda ids: "x" * len(ids),
         producer=build_producer(
-            run, RolloutSection(max_staleness=max_staleness, sampling=SamplingSection(max_new_tokens=8), **rollout),
-            SyncSection(pause_mode="retract"), [recorder], [4], score_async, SamplingParams(8), data.train_sampler.next,
+            run,
+            RolloutSection(max_staleness=max_staleness, sampling=SamplingSection(max_new_tokens=max_new_tokens), **rollout),
+            SyncSection(pause_mode="retract"), [recorder], [4], score_async, SamplingParams(max_new_tokens),
+            data.train_sampler.next, function,
         ),
         collector=Collector([recorder], [4], score_async, seed=1),
         batcher=Batcher(algorithm, trainer, ParallelLayout(dp=2), run),
@@ -226,6 +233,36 @@ def test_a_phase_has_a_deadline(tmp_path):
 
     with pytest.raises(PhaseTimeoutError, match=r"phase train: not done within run.deadline_s=1"):
         asyncio.run(build_loop(tmp_path, Stuck(), deadline_s=1.0).execute())
+
+
+def test_a_bias_to_short_answers_is_said_once_when_it_begins(tmp_path, caplog):
+    loop = build_loop(tmp_path, Recorder())
+    with caplog.at_level("WARNING"):
+        alarms = [loop._check_lengths(LengthBias(ratio, 0.1)) for ratio in (1.0, 0.85, 0.8, 0.95, 0.6)]
+    assert alarms == [False, True, True, False, True]
+    assert [record.getMessage()[:25] for record in caplog.records] == ["trained answers have 0.85", "trained answers have 0.60"]
+
+
+def test_what_a_tool_said_reaches_the_trainer_without_a_loss(tmp_path):
+    async def talk(client, prompt, sampling):
+        transcript = Transcript(prompt)
+        transcript.add(await client.generate(transcript.token_ids, max_new_tokens=3))
+        transcript.insert([50, 51])
+        transcript.add(await client.generate(transcript.token_ids))
+        return transcript.answer(True, {"num_turns": client.num_turns})
+
+    recorder = Recorder()
+    function = GenerateFunction("tests:talk", talk, None, {})
+    asyncio.run(build_loop(tmp_path, recorder, function=function, max_new_tokens=16).execute())
+    parts = [b for batch in recorder.batches for m in batch.minibatches for rank in m.microbatches for b in rank]
+    for part in parts:
+        said = np.isin(part.token_ids_T, (50, 51))
+        assert said.any() and not part.loss_mask_T[said].any() and (part.versions_T[said] == -1).all()
+        assert (part.loss_mask_T == (part.token_ids_T == 7)).all()
+        assert (part.token_arrays["rollout_logprobs"] == np.where(part.loss_mask_T, -1.0, 0.0)).all()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["generate/num_turns"] == 2 and row["tokens/masked_by_function"] == 0 for row in rows[1:])
+    assert sum(row["tokens/trained"] for row in rows[1:]) == sum(int(part.loss_mask_T.sum()) for part in parts)
 
 
 def test_a_share_keeps_the_global_denominators(tmp_path):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from megatron_rl.config.resolve import resolve
+from megatron_rl.config.rollout_sections import DynamicSamplingSection, PartialSection, SamplingSection, SglangSection
 from megatron_rl.config.sections import (
-    DynamicSamplingSection,
     ExperimentConfig,
-    PartialSection,
     RolloutSection,
     RunSection,
-    SamplingSection,
-    SglangSection,
     SyncSection,
 )
 from megatron_rl.controller.schedule import build_producer, plan_schedule
@@ -42,6 +39,9 @@ def test_every_key_reaches_the_scheduler():
         filter_groups=True,
         max_oversample_factor=2.5,
     )
+    stopped = resolve(ExperimentConfig(rollout=RolloutSection(leftover="drop", oversample=3.0)))
+    settings = plan_schedule(stopped.run, stopped.rollout)
+    assert settings.early_stop and settings.oversample == 3.0 and settings.max_staleness == 0
 
 
 def test_only_a_shared_cache_moves_the_limits():

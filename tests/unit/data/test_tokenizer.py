@@ -31,6 +31,13 @@ def test_an_hf_folder_gives_the_ids_of_its_tokenizer(folder):
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (99, 0, 1, 2)
 
 
+def test_what_a_tool_said_holds_no_special_token(folder):
+    characters, tokenizer = CharacterTokenizer(), load_tokenizer(TokenizerSection(kind="hf"), str(folder))
+    assert tokenizer.encode("a<|eos|>") == [*characters.encode("a"), tokenizer.eos_id]
+    assert tokenizer.encode_foreign("a<|eos|>") == characters.encode("a<|eos|>") == characters.encode_foreign("a<|eos|>")
+    assert characters.encode_foreign("a\u00e9b") == characters.encode("ab")
+
+
 def test_the_chat_template_wraps_system_prompt_and_question(folder):
     section = TokenizerSection(kind="hf", path=str(folder), chat_template="model", system_prompt="Be brief.")
     tokenizer = load_tokenizer(section, "/nowhere")

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from megatron_rl.rollout.collector import Collector, request_seed
+from megatron_rl.rollout.generate.answer import Transcript
+from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.types.rollout import (
     FinishReason,
     GenerationRequest,
@@ -75,6 +77,42 @@ def test_samples_do_not_depend_on_the_engines():
 def test_an_engine_error_ends_the_collection():
     with pytest.raises(RuntimeError, match="engine 1 died"):
         collect([ScriptedEngine(2), ScriptedEngine(2, fail_at=2)])
+
+
+def test_two_prompts_of_one_id_are_refused():
+    collector = Collector([ScriptedEngine(2)], [2], score, seed=4)
+    with pytest.raises(ValueError, match="prompt id 'p1' is that of 2 prompts; ids must be unique"):
+        asyncio.run(collector.collect([*prompts(3), prompts(2)[1]], 1, SamplingParams(8), "eval"))
+
+
+async def two_turns(client, prompt, sampling):
+    transcript = Transcript(prompt)
+    transcript.add(await client.generate(transcript.token_ids, max_new_tokens=3))
+    transcript.insert([9, 9])
+    transcript.add(await client.generate(transcript.token_ids))
+    return transcript.answer(True, {"turns": client.num_turns})
+
+
+def test_a_generate_function_makes_all_turns_on_one_engine():
+    asked = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request):
+            asked.append((request.request_id, request.token_ids, request.sampling.max_new_tokens))
+            return await super().generate(request)
+
+    function = GenerateFunction("tests:two_turns", two_turns, None, {})
+    collector = Collector([Engine(2)], [2], score, 4, function)
+    (group,) = asyncio.run(collector.collect(prompts(1), 1, SamplingParams(20), "eval"))
+    (trajectory,) = group.trajectories
+    length = len(trajectory.segments[0].token_ids)
+    assert trajectory.response_ids == (5,) * length + (9, 9) + (5,) * length
+    assert trajectory.response_loss_mask == (True,) * length + (False, False) + (True,) * length
+    assert trajectory.metrics == {"turns": 2} and trajectory.reward.reward == 2 * length + 2
+    assert asked == [
+        ("eval/p0/0", (1, 2, 0), 3),
+        ("eval/p0/0", (1, 2, 0, *trajectory.response_ids[: length + 2]), 20 - length - 2),
+    ]
 
 
 def test_request_seeds_differ_by_run_and_request():

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.rollout.collector import request_seed
 from megatron_rl.rollout.producer import Producer
 from megatron_rl.scheduling.admission import AdmissionWindow
+from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.scheduling.rollout_state import RolloutState
 from megatron_rl.scheduling.settings import OverAge, ScheduleKind, ScheduleSettings
 from megatron_rl.scheduling.work import Fate
@@ -46,6 +47,9 @@ class ScriptedEngine:
         self.aborts = 0
         self.kv_fraction = 0.1
 
+    def stops_at(self, seed, position):
+        return position == answer_length(seed)
+
     async def generate(self, request):
         self.running.add(request.request_id)
         self.peak = max(self.peak, len(self.running))
@@ -61,7 +65,7 @@ class ScriptedEngine:
                     break
                 tokens.append((request.seed + position, self.version))
                 position += 1
-                if position == answer_length(request.seed):
+                if self.stops_at(request.seed, position):
                     reason = FinishReason.STOP
                     break
                 if len(tokens) == request.sampling.max_new_tokens:
@@ -115,10 +119,13 @@ async def score_by_prompt(prompt, ids, ended):
 
 
 class Run:
-    def __init__(self, engines, limits, *, pause_mode="retract", seed=4, prompts=7, score=score, windows=(), **settings):
+    def __init__(
+        self, engines, limits, *, pause_mode="retract", seed=4, prompts=7, score=score, windows=(), function=None,
+        curriculum=None, phase_s=None, tail_rounds=False, **settings,
+    ):  # fmt: skip
         defaults = {"groups_per_batch": 4, "samples_per_group": 3, "max_new_tokens": MAX_NEW}
         self.engines = engines
-        self.state = RolloutState(ScheduleSettings(**{**defaults, **settings}), limits)
+        self.state = RolloutState(ScheduleSettings(**{**defaults, **settings}), limits, curriculum=curriculum)
         self.drawn = 0
 
         def draw(count):
@@ -126,7 +133,17 @@ class Run:
             return [Prompt(f"p{(self.drawn + i) % prompts}", "q", PROMPT, "a", "s") for i in range(count)]
 
         self.producer = Producer(
-            engines, self.state, score, SamplingParams(MAX_NEW), draw, seed, pause_mode=pause_mode, windows=windows
+            engines,
+            self.state,
+            score,
+            SamplingParams(MAX_NEW),
+            draw,
+            seed,
+            pause_mode=pause_mode,
+            windows=windows,
+            function=function,
+            phase_s=phase_s,
+            tail_rounds=tail_rounds,
         )
         self.version = 0
 
@@ -254,6 +271,73 @@ def test_dynamic_sampling_replaces_groups_without_a_signal():
     tokens = made.state.ledger.tokens
     assert tokens[Fate.FILTERED_SOLVED] > 0 and tokens[Fate.FILTERED_FAILED] > 0
     assert not made.producer._content  # nothing is held for what was filtered
+
+
+def test_a_batch_is_cut_when_its_time_is_up():
+    class Stuck(ScriptedEngine):
+        async def generate(self, request):
+            if request.request_id.startswith("step-1/p5/"):
+                await self.may_end.wait()
+            return await super().generate(request)
+
+    async def go():
+        engine = Stuck()
+        engine.may_end = asyncio.Event()
+        made = Run([engine], [20], max_staleness=1, phase_s=0.05)
+        async with asyncio.timeout(120):
+            first, _ = await made.producer.next_batch()
+            engine.may_end.set()
+            await made.publish()
+            second, _ = await made.producer.next_batch()
+        await made.producer.close()
+        return first, second
+
+    first, second = asyncio.run(go())
+    assert [group.group_id for group in first] == ["step-1/p4", "step-1/p6", "step-1/p0"]
+    assert "step-1/p5" in [group.group_id for group in second]
+
+
+def test_early_stopping_ends_what_is_left_of_a_batch_and_is_counted():
+    made, batches = run(30, slow=(1, 1), limits=(12, 12), oversample=2.0, early_stop=True)
+    check_content(made, batches)
+    assert set(ages(batches)) == {0} and all(len(groups) == 4 for _, groups, _ in batches)
+    assert made.state.ledger.samples[Fate.DROPPED_EARLY_STOP] == 30 * 4 * 3
+    assert any(engine.cancelled for engine in made.engines) and not made.producer._content
+    assert batches[-1][2].length_bias.trained_over_sampled < 0.95 < batches[0][2].length_bias.trained_over_sampled
+
+
+def test_a_curriculum_spreads_the_samples_and_learns_from_filtered_groups_too():
+    curriculum = Curriculum(1)
+    for _ in range(9):
+        curriculum.observe("p1", 8, 8)
+        curriculum.observe("p2", 0, 8)
+        curriculum.observe("p3", 4, 8)
+    _, batches = run(4, curriculum=curriculum, adapt_samples=True, samples_per_group=4)
+    first = {g.prompt.prompt_id: len(g.trajectories) for g in batches[0][1]}
+    assert sum(first.values()) == 16 and set(first) == {"p4", "p5", "p6", "p0"} and set(first.values()) == {4}
+    second = {g.prompt.prompt_id: len(g.trajectories) for g in batches[1][1]}
+    assert sum(second.values()) == 16 and min(second.values()) == 2
+    assert second["p3"] >= 5 and max(second["p1"], second["p2"]) <= 3
+    filtered = Curriculum(1)
+    run(2, curriculum=filtered, filter_groups=True, score=score_by_prompt)
+    assert filtered.pass_rate("p0") > 0.7 and filtered.pass_rate("p5") < 0.3
+
+
+def test_late_prompts_are_answered_in_rounds_of_their_own_and_none_is_lost():
+    made, batches = run(40, slow=(1, 1), limits=(9, 9), oversample=2.0, early_stop=True, tail_rounds=True, prompts=1000)
+    check_content(made, batches)
+    assert set(ages(batches)) == {0} and all(len(groups) == 4 for _, groups, _ in batches)
+    rounds = [{group.group_id.split("-")[0] for group in groups} for _, groups, _ in batches]
+    assert rounds.count({"tail"}) == made.producer._supply.num_tail_rounds > 3 and {"tail", "step"} not in rounds
+    trained = [group.prompt.prompt_id for _, groups, _ in batches for group in groups]
+    left = [plan.prompt.prompt_id for plan in made.producer._supply._drawn]
+    late = [prompt.prompt_id for prompt in made.producer._supply._late]
+    assert len(trained) == 160 and sorted(trained + left + late) == sorted(f"p{number}" for number in range(4, made.drawn + 4))
+    lengths = {kind: [] for kind in ("tail", "step")}
+    for _, groups, _ in batches:
+        for group in groups:
+            lengths[group.group_id.split("-")[0]].append(max(len(t.response_ids) for t in group.trajectories))
+    assert sum(lengths["step"]) / len(lengths["step"]) < sum(lengths["tail"]) / len(lengths["tail"])
 
 
 def test_the_first_error_of_an_engine_or_a_reward_is_raised_where_the_batch_is_awaited():

@@ -7,10 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from megatron_rl.rollout.generate.answer import Transcript
+from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.rollout.producer import Producer
 from megatron_rl.scheduling.rollout_state import RolloutState
 from megatron_rl.scheduling.settings import ScheduleKind, ScheduleSettings
-from megatron_rl.types.rollout import Prompt, RewardResult, SamplingParams
+from megatron_rl.types.rollout import NOT_SAMPLED, Prompt, RewardResult, SamplingParams
 from tests.unit.rollout.embedded.engine_models import DENSE, build_engine, fill, hf_model
 
 MAX_NEW, NUM_VERSIONS = 24, 3
@@ -33,7 +35,18 @@ async def update(engine, model, version: int, pause_mode: str) -> None:
     await engine.resume()
 
 
-async def collect(models, pause_mode: str):
+async def talk(client, prompt, sampling):
+    """Turns of at most five tokens with three inserted ones between them."""
+    transcript = Transcript(prompt)
+    while True:
+        transcript.add(await client.generate(transcript.token_ids, max_new_tokens=5))
+        if client.num_left(transcript.token_ids) < 4:
+            return transcript.answer(True, {"num_turns": client.num_turns})
+        await asyncio.sleep(0.002)
+        transcript.insert([7, 9, 11])
+
+
+async def collect(models, pause_mode: str, function=None):
     """Batches of an asynchronous run over all versions; the weights move while samples are between 2 and all tokens long."""
     engine = build_engine(models[0], DENSE, num_slots=5, max_context=40)
     settings = ScheduleSettings(2, 2, MAX_NEW, kind=ScheduleKind.ASYNCHRONOUS, max_staleness=NUM_VERSIONS - 1)
@@ -41,6 +54,7 @@ async def collect(models, pause_mode: str):
     producer = Producer(
         [engine], RolloutState(settings, [5]), lambda *_: constant_score(),
         SamplingParams(MAX_NEW), lambda count: prompts[:count], seed=3, pause_mode=pause_mode,
+        function=function,
     )  # fmt: skip
     try:
         groups = []
@@ -70,10 +84,13 @@ def gaps(trajectories, scores) -> list[tuple[int, float]]:
     rows = []
     for number, trajectory in enumerate(trajectories):
         start = len(trajectory.prompt.token_ids)
-        first = trajectory.response_versions[0] if trajectory.response_versions else 0
+        first = next((v for v in trajectory.response_versions if v != NOT_SAMPLED), 0)
         for position, (version, logprob) in enumerate(
             zip(trajectory.response_versions, trajectory.response_logprobs, strict=True)
         ):
+            if version == NOT_SAMPLED:
+                assert logprob == 0.0
+                continue
             rows.append((version - first, abs(logprob - float(scores[version][number][start + position]))))
     return rows
 
@@ -83,6 +100,15 @@ def test_with_dropped_kv_every_token_has_the_log_prob_of_its_own_version(models,
     trajectories, scores = asyncio.run(collect(models, pause_mode))
     rows = gaps(trajectories, scores)
     assert sum(age > 0 for age, _ in rows) > 10  # tokens after a switch
+    assert max(gap for _, gap in rows) < 2e-5
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_tokens_of_later_turns_have_the_log_prob_of_their_own_version_behind_what_a_tool_said(models, pause_mode):
+    trajectories, scores = asyncio.run(collect(models, pause_mode, GenerateFunction("tests:talk", talk, None, {})))
+    rows = gaps(trajectories, scores)
+    assert max(trajectory.metrics["num_turns"] for trajectory in trajectories) >= 3
+    assert sum(age > 0 for age, _ in rows) > 5
     assert max(gap for _, gap in rows) < 2e-5
 
 

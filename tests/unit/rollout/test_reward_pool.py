@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_rl.config.sections import RewardPoolSection
+from megatron_rl.config.rollout_sections import RewardPoolSection
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.reward_pool import FAILED, RewardPool
 from megatron_rl.types.rollout import Prompt

@@ -198,6 +198,47 @@ def test_a_budget_pauses_until_the_next_phase():
     assert [state.token_limit(sample) for _, sample in state.assign()] == [2, 2]  # the global cap
 
 
+def test_a_late_batch_takes_what_is_ready_as_far_as_others_do_not_grow_too_old():
+    strict, loose = state_of(samples_per_group=1), state_of(samples_per_group=1, max_staleness=1)
+    for state in (strict, loose):
+        release(state)
+        first, _ = names(state)
+        assert state.take_batch(is_late=True) is None  # nothing is ready
+        finish(state, first, 0)
+        assert state.take_batch() is None
+    assert strict.take_batch(is_late=True) is None  # the other one could not be trained any more
+    assert [group.group_id for group in loose.take_batch(is_late=True)] == ["g0"]
+
+
+def test_a_sample_with_turns_goes_away_and_comes_back_to_its_engine():
+    state = state_of(limits=(1, 1), groups_per_batch=1, samples_per_group=1)
+    release(state)
+    ((engine, sample),) = state.assign()
+    state.on_turn("g0/0", 2)  # before the first turn
+    assert state.token_limit(sample) == 8
+    state.on_returned("g0/0", [(0, 3)], True, is_one_turn=False)
+    assert sample.state is TrajectoryState.AWAY and not state.is_idle and state.take_batch() is None
+    with pytest.raises(ValueError, match="g0/0: 10 tokens behind the prompt leave no room for a turn below 10"):
+        state.on_turn("g0/0", 5)
+    state.on_turn("g0/0", 4)
+    assert [(e, s.sample_id, state.token_limit(s)) for e, s in state.assign()] == [(engine, "g0/0", 1)]
+    state.on_returned("g0/0", [(0, 1)], False, is_one_turn=False)  # the global cap
+    state.on_last_turn("g0/0", [(0, 1)])
+    state.on_scored("g0/0", True)
+    assert len(state.take_batch()) == 1
+    assert state.ledger.tokens[Fate.TRAINED] == 3 and state.ledger.tokens[Fate.MASKED_BY_FUNCTION] == 1
+
+
+def test_a_sample_dropped_between_two_turns_is_settled_at_once():
+    state = state_of(kind=ScheduleKind.ASYNCHRONOUS, groups_per_batch=1, samples_per_group=1, max_versions=1, max_staleness=2)
+    state.add_group("g", "p")
+    names(state)
+    state.on_returned("g/0", [(0, 5)], True, is_one_turn=False)
+    state.on_version(1)
+    assert [sample.sample_id for sample in state.take_dropped()] == ["g/0"]
+    assert state.ledger.tokens[Fate.DROPPED_VERSIONS] == 5 and state.num_outstanding == 0
+
+
 def test_the_longest_expected_prompt_starts_first():
     state = state_of(groups_per_batch=3, samples_per_group=1)
     for prompt, length in (("p0", 2.0), ("p1", 9.0), ("p2", 5.0)):
@@ -224,6 +265,7 @@ def test_versions_only_grow_and_ids_are_unique():
         ({"oversample": 1.5}, "at most 1 with max_staleness 0"),
         ({"kind": ScheduleKind.ONE_STEP_OFF, "max_staleness": 1, "oversample": 1.5}, "at most 1 with max_staleness 1"),
         ({"phase_tokens": 0}, "phase_tokens 0"),
+        ({"kind": ScheduleKind.ASYNCHRONOUS, "early_stop": True}, "early_stop cuts the batches of lockstep, not of async"),
         ({"max_oversample_factor": 0.5}, "max_oversample_factor 0.5"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.rollout.sglang.launch_args import CUSTOM_LOADER, EnginePlace, ServedModel, ServerLaunch, plan_launch
 from megatron_rl.types.routing import RoutingShape
 

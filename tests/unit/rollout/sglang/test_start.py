@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.sections import SglangSection
+from megatron_rl.config.rollout_sections import SglangSection
 from megatron_rl.rollout.sglang.errors import EngineDeadError
 from megatron_rl.rollout.sglang.launch_args import EnginePlace, ServedModel
 from megatron_rl.rollout.sglang.start import start_engine
