@@ -26,7 +26,7 @@ from megatron_rl.controller.run_directory import RunDirectoryError
 from megatron_rl.controller.stop_signals import Interrupted
 from megatron_rl.data.errors import DataError
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.layout.checks import check_engine_layout, check_router_replay, check_trainer_layout
+from megatron_rl.layout.checks import check_context, check_engine_layout, check_router_replay, check_trainer_layout
 from megatron_rl.model_families.hf_config import UnsupportedModelError
 from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
@@ -94,6 +94,10 @@ def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: Model
         loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.critic.layout), "critic.layout"))
     loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
     loaded.provenance.reject(check_router_replay(model.dims, config.algorithm.router_replay))
+    for name in ("sampling", "eval_sampling"):
+        most = getattr(config.rollout, name).max_new_tokens
+        positions, prompt = model.dims.max_positions, config.data.max_prompt_tokens
+        loaded.provenance.reject(check_context(positions, prompt, most, f"rollout.{name}"))
     reference = config.algorithm.reference
     loaded.provenance.reject(check_teacher(reference, model))
     if reference.layout is not None:

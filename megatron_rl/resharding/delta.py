@@ -26,6 +26,9 @@ LANES, WORD_BYTES = 4, 8
 """Elements compared at once: a 64-bit word."""
 CHUNK_WORDS = 32 * 1024
 """Both sides of a chunk fit into half of a core's cache."""
+PLACE_OF_BYTE = np.uint64(sum((i << 5) << (8 * (7 - i)) for i in range(8)))
+"""Times a word whose only bit is the lowest of byte i: i stands in the three highest bits."""
+LANE_ENDS = tuple(np.uint64((1 << (16 * lane)) - 1) for lane in (1, 2, 3))
 
 
 class DeltaBase:
@@ -128,6 +131,7 @@ def _encode_words(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndar
     for start in range(0, num_words, CHUNK_WORDS):
         theirs, ours = old_words[start : start + CHUNK_WORDS], new_words[start : start + CHUNK_WORDS]
         np.not_equal(ours, theirs, out=differs[: len(ours)])
+        differs[len(ours) :] = False  # of the last chunk
         num_gaps, num_values, gap = count_words(differs.view(np.uint64), ours, theirs, gaps, values, num_gaps, num_values, gap)
     new_tail, old_tail = (torch.from_numpy(part[num_words * LANES :].view(np.int16)) for part in (new, old))
     tail = _encode_torch(new_tail, old_tail, gap)
@@ -166,33 +170,37 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _encode_kernel(flags, new, old, gaps, values, num_gaps, num_values, gap):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """One chunk: `flags` has a byte per word, not 0 where `new` and `old` differ. Returns the three counts."""
-    lane_mask = np.uint64(0xFFFF)
+    """One chunk: `flags` has a byte per word, 1 where `new` and `old` differ. Returns the three counts.
+
+    It goes from one changed element to the next by the lowest bit that is set: what does not differ costs no branch, and
+    most words that differ do in one element.
+    """
+    one, lane_mask = np.uint64(1), np.uint64(0xFFFF)
+    last = -1 - gap  # where the value before stands
     for group in range((len(new) + 7) // 8):
-        words = min(len(new) - 8 * group, 8)
         flag = flags[group]
-        if flag == 0:
-            gap += LANES * words
-            continue
-        for i in range(words):
-            if (flag >> np.uint64(8 * i)) & np.uint64(0xFF) == 0:
-                gap += LANES
-                continue
-            word, before = new[8 * group + i], old[8 * group + i]
-            old[8 * group + i] = word
-            for lane in range(LANES):
-                value = (word >> np.uint64(16 * lane)) & lane_mask
-                if value == (before >> np.uint64(16 * lane)) & lane_mask:
-                    gap += 1
-                    continue
+        while flag:
+            lowest = flag & (~flag + one)
+            flag ^= lowest
+            index = 8 * group + np.int64((lowest * PLACE_OF_BYTE) >> np.uint64(61))
+            word = new[index]
+            changed = word ^ old[index]
+            old[index] = word
+            while changed:
+                lowest = changed & (~changed + one)
+                lane = np.int64(lowest > LANE_ENDS[0]) + np.int64(lowest > LANE_ENDS[1]) + np.int64(lowest > LANE_ENDS[2])
+                shift = np.uint64(16 * lane)
+                changed &= ~(lane_mask << shift)
+                place = LANES * index + lane
+                gap, last = place - last - 1, place
                 while gap >= SKIP:
                     gaps[num_gaps] = SKIP
                     num_gaps += 1
                     gap -= SKIP
                 gaps[num_gaps] = gap
-                values[num_values] = value
-                num_gaps, num_values, gap = num_gaps + 1, num_values + 1, 0
-    return num_gaps, num_values, gap
+                values[num_values] = (word >> shift) & lane_mask
+                num_gaps, num_values = num_gaps + 1, num_values + 1
+    return num_gaps, num_values, LANES * len(new) - 1 - last
 
 
 def _apply_kernel(span, rows, stride, cols, gaps, values):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
