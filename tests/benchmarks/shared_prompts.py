@@ -1,10 +1,11 @@
 """What a training step costs with each group's prompt computed once per microbatch and with every sequence computed whole.
 
     python tests/benchmarks/shared_prompts.py [--json] [--prompt 512] [--answer 128] [--samples 8] [--groups 1] [--layers 30]
+                                              [--only shared]
 
 One Megatron rank, a dense model of SmolLM2-135M's sizes with random weights, PPO clip without an old-log-prob pass. The two
 take turns on the same samples, so that a busy machine slows both; the figures are the best of the repeats, in seconds and
-in CPU-seconds of this process (which a busy machine hardly moves).
+in CPU-seconds of this process (which a busy machine hardly moves). The peak of the memory is of both, or with `--only` of one.
 """
 
 from __future__ import annotations
@@ -113,12 +114,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--even", action="store_true", help="all answers have --answer tokens")
+    parser.add_argument("--only", choices=("shared", "whole"), help="measure one of the two: its peak memory is its own then")
     parser.add_argument("--json", action="store_true", help="one JSON line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
     trainer, samples = build_trainer(args), draw_samples(args)
     batches = {"shared": pack(samples, args.budget, 1), "whole": pack(samples, args.budget, None)}
+    if args.only:
+        batches = {args.only: batches[args.only]}
     best: dict[str, tuple[float, float]] = {}
     for repeat in range(args.repeats + 1):  # the first warms up
         for name, minibatch in batches.items():
@@ -134,13 +138,10 @@ def main() -> None:
         "prompt_tokens": args.prompt,
         "answer_tokens": args.answer,
         "samples_per_prompt": args.samples,
-        "tokens_shared": computed["shared"],
-        "tokens_whole": computed["whole"],
-        "step_s_shared": round(best["shared"][0], 3),
-        "step_s_whole": round(best["whole"][0], 3),
-        "cpu_s_shared": round(best["shared"][1], 3),
-        "cpu_s_whole": round(best["whole"][1], 3),
-        "shared_prompt_gain": round(best["whole"][1] / best["shared"][1], 2),
+        **{f"tokens_{name}": count for name, count in computed.items()},
+        **{f"step_s_{name}": round(seconds, 3) for name, (seconds, _) in best.items()},
+        **{f"cpu_s_{name}": round(cpu_seconds, 3) for name, (_, cpu_seconds) in best.items()},
+        **({} if args.only else {"shared_prompt_gain": round(best["whole"][1] / best["shared"][1], 2)}),
         "peak_memory_gib": round(select_platform().peak_memory_bytes() / 2**30, 2),
     }
     print(json.dumps(result) if args.json else "\n".join(f"{name:>20} {value}" for name, value in result.items()))
