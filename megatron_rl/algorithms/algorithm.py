@@ -27,7 +27,7 @@ from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSe
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """`needs` names what the trainer annotates before the first optimizer step: old_logprobs, ref_logprobs, values, chosen,
-    routing (the experts that the old pass chose)."""
+    routing (the experts that the old pass chose), remaining (the loss mask without rejected tokens)."""
 
     section: AlgorithmSection
     name: str
@@ -62,6 +62,12 @@ class Algorithm:
         if num_tokens_by_group is not None:
             counts = [np.asarray(counts_G, dtype=np.int64) for counts_G in num_tokens_by_group]
         return ADVANTAGES[self.section.advantage](rewards, counts, self.section)
+
+    def remaining(self, inputs: LossInputs) -> Tensor:
+        """The trained tokens that the correction does not reject. bool [T]."""
+        inputs = prepare(inputs)
+        weights_T = _correction(inputs, inputs.build_segments(), self.section.correction)
+        return inputs.loss_mask_T & (weights_T != 0)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """The microbatch's share of the minibatch loss (see `LossOutput`).
@@ -125,6 +131,8 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         needs.add("values")
     if section.loss in COVARIANCE_LOSSES:
         needs.add("chosen")
+    if section.correction.denominator == "remaining":
+        needs |= {"old_logprobs", "remaining"}
     if section.router_replay == "r2":
         needs |= {"old_logprobs", "routing"}
     return Algorithm(section=section, name=section.name, needs=frozenset(needs))

@@ -2,7 +2,7 @@
 
 mu is the engine's probability of the token under the version that sampled it, so partial rollouts need nothing more.
 Whatever is masked here keeps its place in the denominators: a rejected token lowers the gradient, it does not raise the
-others'. Defaults in brackets.
+others' (`correction.denominator: remaining` takes it out of the loss mask beforehand). Defaults in brackets.
 
     tis             min(rho, high)                    [high 2]         arXiv 2110.00641 sec. 3; per token
     icepop          rho where low <= rho <= high, 0 elsewhere [0.5, 5] masked importance sampling, per token

@@ -19,16 +19,15 @@ from megatron_rl.config.sections import ExperimentConfig
 from megatron_rl.controller.experiment import Experiment, UnservedError
 from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError
-from megatron_rl.controller.model_setup import ModelSetup, build_model_setup
+from megatron_rl.controller.model_setup import ModelSetup, build_model_setup, reference_model
 from megatron_rl.controller.placement import PlacementError
 from megatron_rl.controller.remote import ActorDiedError
 from megatron_rl.controller.run_directory import RunDirectoryError
 from megatron_rl.controller.stop_signals import Interrupted
 from megatron_rl.data.errors import DataError
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.layout.checks import check_engine_layout, check_router_replay, check_trainer_layout
+from megatron_rl.layout.checks import check_context, check_engine_layout, check_router_replay, check_trainer_layout
 from megatron_rl.model_families.hf_config import UnsupportedModelError
-from megatron_rl.model_families.registry import load_dims
 from megatron_rl.resharding.verify import SyncError
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.generate.client import GenerateError
@@ -95,17 +94,30 @@ def check_model(loaded: LoadedExperiment, config: ExperimentConfig, model: Model
         loaded.provenance.reject(check_trainer_layout(model.dims, trainer_layout(config.critic.layout), "critic.layout"))
     loaded.provenance.reject(check_engine_layout(model.dims, engine_layout(config.rollout), f"rollout.{config.rollout.engine}"))
     loaded.provenance.reject(check_router_replay(model.dims, config.algorithm.router_replay))
-    loaded.provenance.reject(check_teacher(config.algorithm.reference, model))
+    for name in ("sampling", "eval_sampling"):
+        most = getattr(config.rollout, name).max_new_tokens
+        positions, prompt = model.dims.max_positions, config.data.max_prompt_tokens
+        loaded.provenance.reject(check_context(positions, prompt, most, f"rollout.{name}"))
+    reference = config.algorithm.reference
+    loaded.provenance.reject(check_teacher(reference, model))
+    if reference.layout is not None:
+        dims, layout = reference_model(reference, model).dims, trainer_layout(reference.layout)
+        loaded.provenance.reject(check_trainer_layout(dims, layout, "algorithm.reference.layout"))
 
 
 def check_teacher(section: ReferenceSection, model: ModelSetup) -> Iterator[Problem]:
-    """A teacher's weights are swapped into the policy's model, so it must be one of the same dimensions."""
+    """A teacher scores the policy's tokens; where its weights are swapped into the policy's model, it must be one of the
+    same dimensions."""
     if section.path is None:
         return
-    family, dims = load_dims(section.path)
-    if (family.name, dims) != (model.family_name, model.dims):
+    teacher = reference_model(section, model)
+    if section.layout is not None:
+        if teacher.dims.vocab_size != model.dims.vocab_size:
+            reason = f"has a vocabulary of {teacher.dims.vocab_size}; expected the policy's {model.dims.vocab_size}"
+            yield "algorithm.reference.path", reason
+    elif (teacher.family_name, teacher.dims) != (model.family_name, model.dims):
         reason = "is swapped into the policy's model; expected a folder of the policy's own family and dimensions"
-        yield "algorithm.reference.path", reason
+        yield "algorithm.reference.path", f"{reason}, or ranks of its own (algorithm.reference.layout)"
 
 
 def add_parser(subparsers: Any) -> None:

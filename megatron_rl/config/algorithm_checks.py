@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection
 from megatron_rl.config.provenance import Problem
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "reinforce_pp_baseline")
@@ -37,6 +37,9 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "vespo": ("vespo",),
 }
 """Keys that some losses alone read: a value given to another loss would silently do nothing."""
+
+REJECTING = ("icepop", "sequence_mask", "geometric_mask", "binary_kl_mask", "tv_mask")
+"""Corrections that give some tokens the weight 0, by log-probs that stand before the first optimizer step."""
 
 UPPER_BOUND_ONLY = ("opsm", "binary_kl_mask", "tv_mask")
 """Corrections by a distance, which has no lower bound."""
@@ -103,9 +106,21 @@ def _check_loss(algorithm: AlgorithmSection) -> Iterator[Problem]:
         yield "algorithm.correction.kind", "none takes no bounds; name a correction or remove low and high"
     if low is not None and high is not None and low >= high:
         yield "algorithm.correction.low", f"expected a value below high {high:g}, got {low:g}"
+    yield from _check_denominator(correction)
     if loss == "aipo" and correction.kind not in ("none", "opsm"):
         reason = f"loss aipo weighs by policy/rollout already; expected none, got {correction.kind}"
         yield "algorithm.correction.kind", reason
+
+
+def _check_denominator(correction: CorrectionSection) -> Iterator[Problem]:
+    key, kind = "algorithm.correction.denominator", correction.kind
+    if correction.denominator == "original":
+        return
+    if kind == "opsm":
+        yield key, "opsm rejects anew at every optimizer step, when the denominator stands already; expected original"
+    elif kind not in REJECTING and correction.max_version_age is None:
+        reason = f"correction {kind} rejects nothing; expected original, or one of {', '.join(REJECTING)}"
+        yield key, reason
 
 
 def _check_kl(algorithm: AlgorithmSection) -> Iterator[Problem]:
@@ -130,13 +145,15 @@ def makes_token_advantages(algorithm: AlgorithmSection) -> bool:
 def _check_reference(algorithm: AlgorithmSection) -> Iterator[Problem]:
     reference, kl = algorithm.reference, algorithm.kl
     if not kl.coefficient:
-        for key in ("path", "refresh_interval"):
+        for key in ("path", "refresh_interval", "layout"):
             if getattr(reference, key) is not None:
                 reason = "nothing reads the reference with algorithm.kl.coefficient 0; set that, or expected null"
                 yield f"algorithm.reference.{key}", reason
     elif reference.path is not None and reference.refresh_interval is not None:
         reason = f"a teacher is not replaced by the policy; expected null with reference.path, got {reference.refresh_interval}"
         yield "algorithm.reference.refresh_interval", reason
+    if reference.layout is not None and reference.storage == "cpu":
+        yield "algorithm.reference.storage", "with ranks of its own the reference has no copy elsewhere; expected device"
     if algorithm.loss != "none":
         return
     if not kl.coefficient or kl.placement != "loss":

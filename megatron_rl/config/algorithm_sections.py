@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_rl.config.layout_section import LayoutSection
+
 
 @dataclass(frozen=True, slots=True)
 class KlSection:
@@ -20,14 +22,17 @@ class KlSection:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSection:
-    """Who the reference of the KL is: the policy as RL began, or a teacher; computed by the policy's ranks."""
+    """Who the reference of the KL is: the policy as RL began, or a teacher."""
 
     path: str | None = None
-    """A Hugging Face folder of the policy's architecture (a teacher); None: the policy at the beginning of RL."""
+    """A teacher's Hugging Face folder: the policy's architecture, or on ranks of its own any with the policy's vocabulary.
+    None: the policy at the beginning of RL."""
     refresh_interval: int | None = None
     """Take the policy as the new reference every n training steps; None: fixed."""
     storage: Literal["device", "cpu"] = "device"
     """Where its weights wait between the passes in which they are swapped into the policy."""
+    layout: LayoutSection | None = None
+    """Ranks of its own, beside the trainer's; None: its weights are swapped into the policy for a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,9 @@ class CorrectionSection:
     ] = "none"
     low: float | None = None
     high: float | None = None
+    denominator: Literal["original", "remaining"] = "original"
+    """What the loss is divided by once tokens are rejected: the counts from before, so that each rejected token lowers the
+    gradient, or the counts of what remains (verl), as if rejected tokens had never been in the loss mask."""
     max_version_age: int | None = None
     """Tokens sampled more than this many weight versions before the one being trained get weight 0; None: off."""
 

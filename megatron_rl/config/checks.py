@@ -40,6 +40,8 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     problems += check_layout_sizes(config.trainer.layout, "trainer.layout")
     if config.critic.layout is not None:
         problems += check_layout_sizes(config.critic.layout, "critic.layout")
+    if config.algorithm.reference.layout is not None:
+        problems += check_layout_sizes(config.algorithm.reference.layout, "algorithm.reference.layout")
     problems += check_curriculum(config.run, config.data.curriculum)
     problems += check_batch(config.run, config.trainer)
     problems += check_algorithm(config.algorithm, config.run.samples_per_prompt)
@@ -55,6 +57,9 @@ def check_experiment(config: ExperimentConfig) -> list[Problem]:
     if config.cluster.placement == "colocated":
         problems += check_colocated(config.cluster, config.rollout, config.sync)
         problems += check_colocated_layout(config.trainer.layout, config.rollout, config.critic)
+        if config.algorithm.reference.layout is not None:
+            reason = "expected null with cluster.placement colocated: its weights are swapped into the policy"
+            problems.append(("algorithm.reference.layout", reason))
     return problems
 
 

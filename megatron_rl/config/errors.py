@@ -36,14 +36,17 @@ def join_path(prefix: str, key: str | int) -> str:
 
 
 def did_you_mean(key: str, siblings: Iterable[str], all_paths: Sequence[str] = ()) -> str:
-    """`; did you mean ...?` for the nearest sibling, else for a key of that name elsewhere; else the valid siblings.
+    """`; did you mean ...?` for the nearest sibling, else for a key of that name elsewhere (rather in the same section);
+    else the valid siblings.
 
     `key`, `siblings` and `all_paths` are full key paths; nearness is that of their last words.
     """
     siblings = list(siblings)
-    leaf = key.rpartition(".")[2]
+    leaf, section = key.rpartition(".")[2], key.partition(".")[0]
     for paths in (siblings, all_paths):
-        by_leaf = {path.rpartition(".")[2]: path for path in reversed(paths)}
+        by_leaf: dict[str, str] = {}
+        for path in sorted(paths, key=lambda path: path.partition(".")[0] != section):
+            by_leaf.setdefault(path.rpartition(".")[2], path)
         if near := get_close_matches(leaf, by_leaf, n=1, cutoff=0.7):
             return f"; did you mean {by_leaf[near[0]]}?"
     return f"; valid here: {', '.join(path.rpartition('.')[2] for path in siblings)}" if siblings else ""

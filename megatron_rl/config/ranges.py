@@ -78,6 +78,7 @@ RANGES: Mapping[str, Range] = {
     "algorithm.aggregation_constant": POSITIVE,
     "algorithm.entropy_coefficient": NOT_NEGATIVE,
     "algorithm.kl.coefficient": NOT_NEGATIVE,
+    **_layout_ranges("algorithm.reference.layout"),
     "algorithm.correction.low": NOT_NEGATIVE,
     "algorithm.correction.high": POSITIVE,
     "algorithm.correction.max_version_age": COUNT_OR_OFF,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
-from megatron_rl.config.sections import CriticSection, ExperimentConfig, LayoutSection, RolloutSection, SyncSection
+from megatron_rl.config.layout_section import LayoutSection
+from megatron_rl.config.sections import CriticSection, ExperimentConfig, RolloutSection, SyncSection
 from megatron_rl.config.yaml_tree import dump_plain
 
 
@@ -50,7 +51,12 @@ def _resolve_algorithm(algorithm: AlgorithmSection, max_new_tokens: int) -> Algo
     constant = algorithm.aggregation_constant
     if algorithm.aggregation == "seq-mean-token-sum-norm" and constant is None:
         constant = float(max_new_tokens)
-    return dataclasses.replace(algorithm, aggregation_constant=constant, overlong_punishment=punishment)
+    reference = algorithm.reference
+    if reference.layout is not None:
+        reference = dataclasses.replace(reference, layout=_resolve_layout(reference.layout))
+    return dataclasses.replace(
+        algorithm, aggregation_constant=constant, overlong_punishment=punishment, reference=reference
+    )
 
 
 def _resolve_critic(critic: CriticSection, inner_epochs: int) -> CriticSection:

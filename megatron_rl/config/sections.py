@@ -1,5 +1,6 @@
 """The typed sections of an experiment. Frozen, no heavy import, no behaviour: loading, checking, deriving live beside
-(so do the sections of the objective and of rollouts: `config.algorithm_sections`, `config.rollout_sections`).
+(so do the sections of the objective, of rollouts and of a layout: `config.algorithm_sections`,
+`config.rollout_sections`, `config.layout_section`).
 
 `None` means "derive it" (see `config.resolve`) or "off", as each docstring says. Counts are `num_*`; units stand in
 names.
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.layout_section import LayoutSection
 from megatron_rl.config.rollout_sections import RolloutSection
 
 
@@ -125,22 +127,6 @@ class DataSection:
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     max_prompt_tokens: int = 512
     seed: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutSection:
-    """Megatron parallel sizes. `dp` None: num_ranks / (tp * cp * pp). `etp` None: `tp` when `ep` is 1, else 1."""
-
-    tp: int = 1
-    pp: int = 1
-    virtual_pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    dp: int | None = None
-    num_ranks: int = 1
-    layers_per_chunk: tuple[int, ...] | None = None
-    """Layers of every model chunk in pipeline order (chunk v of stage p is entry v * pp + p); None: evenly."""
 
 
 @dataclass(frozen=True, slots=True)

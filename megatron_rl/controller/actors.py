@@ -41,6 +41,18 @@ class CriticActor:
         return getattr(self._worker, method)(*args)
 
 
+class ReferenceActor:
+    """One `ReferenceWorker`."""
+
+    def __init__(self, setup: WorkerSetup, rank: int) -> None:
+        _prepare_process(is_first=rank == 0)
+        worker_class = importlib.import_module("megatron_rl.controller.reference_worker").ReferenceWorker
+        self._worker = worker_class(setup, rank, _interface(setup.is_single_node))
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
+
 class EngineActor:
     """One `EngineHost`; calls run side by side on the actor's event loop."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -22,20 +23,21 @@ from megatron_rl.types.training import TrainBatch, TrainSample
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One training step, cut for the policy's layout and, where the critic has ranks of its own, for the critic's.
+    """One training step, cut for the policy's layout and for those of a critic and a reference on ranks of their own.
 
-    Minibatches hold the same samples in both.
+    Minibatches hold the same samples in all.
     """
 
     policy: TrainBatch
     critic: TrainBatch | None = None
+    reference: TrainBatch | None = None
 
 
 class Batcher:
     """Cuts samples into minibatches, data-parallel shares and packed microbatches.
 
-    `critic_layout`: of a critic that has ranks of its own. `shares_prompts`: whether all these ranks can compute the prompt
-    of a group once (`RankGroup.start` knows).
+    `critic_layout`, `reference_layout`: of those that have ranks of their own. `shares_prompts`: whether all these ranks can
+    compute the prompt of a group once (`RankGroup.start` knows).
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class Batcher:
         layout: ParallelLayout,
         run: RunSection,
         critic_layout: ParallelLayout | None = None,
+        reference_layout: ParallelLayout | None = None,
         *,
         shares_prompts: bool = False,
     ) -> None:
         self._algorithm, self._trainer, self._run = algorithm, trainer, run
-        self._layout, self._critic_layout = layout, critic_layout
+        self._layout, self._critic_layout, self._reference_layout = layout, critic_layout, reference_layout
         self._replay = ReplayBuffer(algorithm.section.replay)
         least = {"auto": AUTO_MIN_PROMPT_TOKENS, "on": 1, "off": None}[trainer.shared_prompts]
         self._min_shared_prompt = least if shares_prompts else None
@@ -68,25 +71,33 @@ class Batcher:
             return None
         rewards = [[reward_of(t).reward for t in group.trajectories] for group in groups]
         counts = [[self._num_trained(t) for t in group.trajectories] for group in groups]
-        fresh = [ScoredGroup(*pair) for pair in zip(groups, self._algorithm.group_advantages(rewards, counts), strict=True)]
-        replayed = self._replay.draw(np.random.default_rng([self._run.seed, step]))
-        self._replay.add(fresh)
-        samples = self._samples(fresh, oldest_version) + self._samples(replayed, 0)  # replay is old on purpose
+        advantages = [advantages_G.tolist() for advantages_G in self._algorithm.group_advantages(rewards, counts)]
+        samples = build_samples(groups, advantages, section.mask_truncated, oldest_version)
+        if self._replay.is_on:
+            replayed = self._replay.draw(np.random.default_rng([self._run.seed, step]))
+            samples += [sample for group in replayed for sample in group.samples]
+            whole = iter(build_samples(groups, advantages, section.mask_truncated))  # replay is old on purpose
+            self._replay.add([ScoredGroup(tuple(islice(whole, len(group.trajectories)))) for group in groups])
         if oldest_version and not any(sample.loss_mask_L.any() for sample in samples):
             return None
         num_parts = self._trainer.minibatches_per_step, self._trainer.inner_epochs
+        others = (self._critic_layout, self._reference_layout)
         return StepBatch(
             self._pack(self._layout, samples, *num_parts, step),
-            None if self._critic_layout is None else self._pack(self._critic_layout, samples, *num_parts, step),
+            *(None if layout is None else self._pack(layout, samples, *num_parts, step) for layout in others),
         )
-
-    def _samples(self, scored: Sequence[ScoredGroup], oldest_version: int) -> list[TrainSample]:
-        groups, advantages = [item.group for item in scored], [item.advantages_G.tolist() for item in scored]
-        return build_samples(groups, advantages, self._algorithm.section.mask_truncated, oldest_version)
 
     def _num_trained(self, trajectory: Trajectory) -> int:
         is_masked = self._algorithm.section.mask_truncated and trajectory.finish_reason is FinishReason.LENGTH
         return 0 if is_masked else sum(trajectory.response_loss_mask)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The replay buffer, for a checkpoint."""
+        return self._replay.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on with what `state_dict` gave."""
+        self._replay.load_state_dict(state)
 
     def build_supervised(self, pairs: Sequence[SftPair], step: int) -> TrainBatch:
         """The batch of one supervised step: the loss mask is the answer."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-import numpy as np
 import torch
 
 from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
@@ -18,8 +17,8 @@ from megatron_rl.checkpoint.value_source import ZeroHeadSource
 from megatron_rl.config.algorithm_sections import KlSection
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.interfaces import free_address
+from megatron_rl.controller.sample_scores import ScoresBySample, scores_by_sample
 from megatron_rl.controller.setups import WorkerSetup
-from megatron_rl.layout.coords import coords_of
 from megatron_rl.model_families.value_model import value_model_of
 from megatron_rl.platforms.platform import Platform, select_platform
 from megatron_rl.resharding.control import Address
@@ -27,9 +26,6 @@ from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
 from megatron_rl.trainer.token_advantages import add_token_advantages
 from megatron_rl.types.training import Microbatch, TrainBatch
-
-ValuesBySample = Mapping[int, np.ndarray]
-"""The values [L] of a step's samples, by their position in the step's list."""
 
 
 class CriticPart:
@@ -127,13 +123,10 @@ class CriticWorker:
         metrics = self._part.pretrain(batch)
         return metrics if self._rank == 0 else None
 
-    def compute_values(self, batch: TrainBatch) -> ValuesBySample:
+    def compute_values(self, batch: TrainBatch) -> ScoresBySample:
         """The values of this rank's share, from one rank of each data-parallel position (empty from its replicas)."""
         self._annotated = [self._part.trainer.annotate(minibatch.microbatches[0]) for minibatch in batch.minibatches]
-        coords = coords_of(self._setup.layout, self._rank)
-        if coords.tp or coords.cp or coords.pp:
-            return {}
-        return values_by_sample([microbatch for minibatch in self._annotated for microbatch in minibatch])
+        return scores_by_sample([m for part in self._annotated for m in part], "values", self._setup.layout, self._rank)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float] | None:
         """Train on the batch of the last `compute_values`. Metrics on rank 0."""
@@ -160,24 +153,6 @@ def join(setup: WorkerSetup, rank: int, address: Address) -> Platform:
     )
     init_model_parallel(setup.layout, seed=setup.seed)
     return platform
-
-
-def values_by_sample(microbatches: Sequence[Microbatch]) -> dict[int, np.ndarray]:
-    """`values` of annotated microbatches, by sample."""
-    return {
-        int(index): microbatch.token_arrays["values"][start:stop]
-        for microbatch in microbatches
-        for index, start, stop in zip(
-            microbatch.sample_index_S, microbatch.cu_seqlens[:-1], microbatch.cu_seqlens[1:], strict=True
-        )
-    }
-
-
-def with_values(microbatch: Microbatch, values: ValuesBySample) -> Microbatch:
-    """The microbatch with the `values` of its samples."""
-    parts = [values[int(index)] for index in microbatch.sample_index_S]
-    values_T = np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
-    return replace(microbatch, token_arrays={**microbatch.token_arrays, "values": values_T})
 
 
 def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import build_algorithm
@@ -14,19 +16,19 @@ from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.rollout_sections import SamplingSection
 from megatron_rl.config.sections import (
-    ClusterSection,
     CriticSection,
     ExperimentConfig,
     RolloutSection,
 )
-from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, TrainerActor
+from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, ReferenceActor, TrainerActor
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoop
-from megatron_rl.controller.model_setup import DTYPES, ModelSetup
+from megatron_rl.controller.model_setup import DTYPES, ModelSetup, reference_model
 from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
 from megatron_rl.controller.probe import WeightProbe
-from megatron_rl.controller.remote import CriticGroup, PolicyAndCritic, RankGroup, RemoteEngine, TrainerGroup
+from megatron_rl.controller.processes import give_up_gpus, open_cluster, stop_all
+from megatron_rl.controller.remote import CriticGroup, RankGroup, ReferenceGroup, RemoteEngine, RoleGroups, TrainerGroup
 from megatron_rl.controller.run_directory import RunDirectory
 from megatron_rl.controller.schedule import build_producer
 from megatron_rl.controller.scoring import Scoring
@@ -41,7 +43,6 @@ from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.generate.function import load_function
-from megatron_rl.scheduling.colocation import TRAINER_STATES
 from megatron_rl.scheduling.curriculum import Curriculum
 from megatron_rl.telemetry.build import build_telemetry
 from megatron_rl.telemetry.telemetry import Telemetry
@@ -49,7 +50,6 @@ from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.rollout import SamplingParams
 
 logger = logging.getLogger(__name__)
-STOP_TIMEOUT_S = 30.0
 NUM_PROBE_PROMPTS = 4
 
 
@@ -67,9 +67,12 @@ class Experiment:
         check_engine_is_served(config.rollout)
         self._function = load_function(config.rollout.generate, tokenizer)
         self._layout = trainer_layout(config.trainer.layout)
-        self._critic_layout = None
+        self._critic_layout = self._reference_layout = None
         if self._critic is not None and self._critic.layout is not None:
             self._critic_layout = trainer_layout(self._critic.layout)
+        reference = config.algorithm.reference
+        if "ref_logprobs" in self._algorithm.needs and reference.layout is not None:
+            self._reference_layout = trainer_layout(reference.layout)
         self._engine_layout = engine_layout(config.rollout)
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
@@ -85,27 +88,29 @@ class Experiment:
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
         score = Scoring(config.rollout.rewards, data.reward_names, self._tokenizer.decode)
-        num_critic_ranks = 0 if self._critic_layout is None else self._critic_layout.world_size
+        layouts = self._layout, self._critic_layout, self._reference_layout
         plan = plan_bundles(
             config.cluster,
-            self._layout.world_size + num_critic_ranks,
+            sum(layout.world_size for layout in layouts if layout is not None),
             config.rollout.num_engines,
             self._engine_layout.tp,
             nodes_per_engine=engine_nodes(config.rollout),
         )
         logger.info("starting %d processes", len(plan.bundles))
-        cluster = await _open_cluster(config.cluster, plan)
+        cluster = await open_cluster(config.cluster, plan)
         arm_signals()  # Ray has put a handler of its own over ours
         telemetry = build_telemetry(config.telemetry, self.directory.path, config.run.num_steps, sys.stderr)
         engines: list[RemoteEngine] = []
         try:
             trainers = self._create_trainers(cluster)
             critic = None if self._critic_layout is None else self._create_critic(cluster, self._critic_layout)
+            reference = None if self._reference_layout is None else self._create_reference(cluster, self._reference_layout)
             engines += self._create_engines(cluster)
-            if self._critic_layout is not None:
-                logger.info("%d critic ranks (%s)", self._critic_layout.world_size, _sizes(self._critic_layout))
-            groups = [trainers] if critic is None else [trainers, critic]
+            groups = [group for group in (trainers, critic, reference) if group is not None]
             shares_prompts, addresses = await self._start(groups, engines, cluster.plan)
+            for kind, layout in (("critic", self._critic_layout), ("reference", self._reference_layout)):
+                if layout is not None:
+                    logger.info("%d %s ranks (%s)", layout.world_size, kind, _sizes(layout))
             logger.info(
                 "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
                 len(engines), self._engine_layout.tp,
@@ -115,11 +120,12 @@ class Experiment:
             turns = self._turns(trainers, engines, telemetry) if self._is_colocated else None
             weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe, turns)
             batcher = Batcher(
-                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, shares_prompts=shares_prompts
-            )
+                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, self._reference_layout,
+                shares_prompts=shares_prompts,
+            )  # fmt: skip
             roles: Trainers = trainers
-            if critic is not None:
-                roles = PolicyAndCritic(trainers, critic, self._critic_start(trainers))
+            if len(groups) > 1:
+                roles = self._role_groups(trainers, critic, reference)
             if turns is not None:
                 roles = ColocatedTrainers(roles, turns)
             await self._training_loop(data, score, engines, roles, batcher, weight_sync, telemetry).execute()
@@ -129,7 +135,7 @@ class Experiment:
                 await self._export(trainers, "final")
         finally:
             await score.close()
-            await _stop_all(engines)
+            await stop_all(engines)
             cluster.close()
             telemetry.close()
 
@@ -231,15 +237,40 @@ class Experiment:
         ]
         return CriticGroup(actors, layout, cluster.logs)
 
-    def _critic_start(self, trainers: TrainerGroup) -> Callable[[], Awaitable[str]] | None:
-        """How a critic on ranks of its own gets the policy's weights; None where it has its first ones already."""
-        if self._config.critic.path is not None or self._config.trainer.warm_start.num_steps == 0:
-            return None
+    def _create_reference(self, cluster: Cluster, layout: ParallelLayout) -> ReferenceGroup:
+        """The reference's ranks, in the bundles behind the critic's."""
+        model = reference_model(self._config.algorithm.reference, self._model)
+        setup = replace(self._worker_setup(cluster, layout, None), model=model)
+        first = self._layout.world_size + (0 if self._critic_layout is None else self._critic_layout.world_size)
+        python = self._config.cluster.trainer_python
+        actors = [
+            cluster.create(ReferenceActor, f"reference-{rank}", cluster.plan.trainers[first + rank], python, setup, rank)
+            for rank in range(layout.world_size)
+        ]
+        return ReferenceGroup(actors, layout, cluster.logs)
 
-        async def export() -> str:
-            return str(await self._export(trainers, "critic_start"))
+    def _role_groups(
+        self, trainers: TrainerGroup, critic: CriticGroup | None, reference: ReferenceGroup | None
+    ) -> RoleGroups:
+        """The policy's ranks together with those of the other roles, which get its weights through a folder."""
+        config = self._config
 
-        return export
+        async def load_policy(group: CriticGroup | ReferenceGroup) -> None:
+            folder = await self._export(trainers, "for_other_ranks")
+            try:
+                await group.load_policy(str(folder))
+            finally:
+                await asyncio.to_thread(shutil.rmtree, folder)
+
+        return RoleGroups(
+            trainers,
+            critic,
+            reference,
+            load_policy,
+            critic_starts_anew=config.critic.path is None and config.trainer.warm_start.num_steps > 0,
+            is_teacher=config.algorithm.reference.path is not None,
+            refresh_interval=config.algorithm.reference.refresh_interval,
+        )
 
     def _worker_setup(self, cluster: Cluster, layout: ParallelLayout, critic: CriticSection | None) -> WorkerSetup:
         config = self._config
@@ -320,29 +351,6 @@ class Experiment:
         return folder
 
 
-async def give_up_gpus(groups: Sequence[RankGroup], plan: BundlePlan) -> list[list[str | None]]:
-    """Free what the trainers hold; per engine and node, the GPUs of the trainer ranks beside it, in rank order (None: those
-    that Ray shows it)."""
-    gpus: list[str | None] = []
-    for group in groups:
-        assert isinstance(group, TrainerGroup), "a critic takes turns with the policy"
-        await group.offload(TRAINER_STATES)
-        gpus += await group.visible_gpus()
-    beside = [[[gpus[rank] for rank in plan.trainers_beside(place)] for place in engine] for engine in plan.engines]
-    return [[",".join(gpu for gpu in node if gpu) or None for node in engine] for engine in beside]
-
-
-async def _open_cluster(section: ClusterSection, plan: BundlePlan) -> Cluster:
-    """Connect in a thread, so that signals are heard meanwhile."""
-    namespace = f"megatron-rl-{secrets.token_hex(4)}"
-    opening = asyncio.ensure_future(asyncio.to_thread(Cluster, section, plan, namespace))
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        (await opening).close()
-        raise
-
-
 def check_engine_is_served(section: RolloutSection) -> None:
     """Raises UnservedError for data-parallel attention: SGLang asserts dp_size == 1 in every weight update."""
     if section.engine == "sglang" and section.sglang.attn_dp_size > 1:
@@ -378,16 +386,3 @@ def _longest(config: ExperimentConfig) -> int:
 def _sizes(layout: ParallelLayout) -> str:
     names = ("tp", "pp", "virtual_pp", "cp", "ep", "etp", "dp")
     return " ".join(f"{name}{getattr(layout, name)}" for name in names if getattr(layout, name) > 1) or "single"
-
-
-async def _stop_all(engines: Sequence[RemoteEngine]) -> None:
-    """Let engines end what they started. An engine that is dead or hangs is left to the cluster's end."""
-    stops = asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
-    try:
-        results = await asyncio.wait_for(stops, STOP_TIMEOUT_S)
-    except TimeoutError:
-        logger.warning("engines did not stop within %.0f s; their processes are ended", STOP_TIMEOUT_S)
-        return
-    for result in results:
-        if isinstance(result, Exception):
-            logger.debug("while stopping: %s", result)

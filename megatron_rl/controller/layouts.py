@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.sections import LayoutSection, RolloutSection
+from megatron_rl.config.layout_section import LayoutSection
+from megatron_rl.config.sections import RolloutSection
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
 

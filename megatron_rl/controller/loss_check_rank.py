@@ -33,6 +33,7 @@ from megatron_rl.trainer.parallel import (
     init_model_parallel,
 )
 from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.trainer.rejection import drop_rejected
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Microbatch
 
@@ -91,9 +92,13 @@ def measure_objective(
         )
         for microbatch, logprobs_T in zip(microbatches, scored or score_batch(trainer, rank, **cut), strict=True)
     ]
+    denominators = denominators_of(samples, section)
+    if "remaining" in algorithm.needs:
+        reduce_sum = trainer.sum_over_data_parallel
+        annotated, denominators, _ = drop_rejected(annotated, denominators, algorithm, VERSION, reduce_sum)
     if "chosen" in algorithm.needs:
         annotated = annotate_choice(annotated, section, seed)
-    metrics = trainer.train_minibatch(annotated, denominators_of(samples, section), algorithm, policy_version=VERSION)
+    metrics = trainer.train_minibatch(annotated, denominators, algorithm, policy_version=VERSION)
     return metrics["loss/total"], metrics["grad_norm"]
 
 

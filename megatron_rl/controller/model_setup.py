@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.checkpoint.hf_folder import FolderSource, RandomSource, TensorSource
+from megatron_rl.config.algorithm_sections import ReferenceSection
 from megatron_rl.config.sections import ModelSection
 from megatron_rl.model_families.declaration import ModelDims, ModelFamily
 from megatron_rl.model_families.hf_config import UnsupportedModelError
@@ -32,6 +33,14 @@ class ModelSetup:
     def source(self) -> TensorSource:
         """Whole tensors of the first weights: a Hugging Face folder, or a random start that every rank draws alike."""
         return RandomSource(self.seed, self.dims.num_layers) if self.path is None else FolderSource(self.path)
+
+
+def reference_model(section: ReferenceSection, policy: ModelSetup) -> ModelSetup:
+    """The reference's model: the policy's, or the teacher's."""
+    if section.path is None:
+        return policy
+    family, dims = load_dims(section.path)
+    return replace(policy, family_name=family.name, dims=dims, path=section.path)
 
 
 def build_model_setup(section: ModelSection, seed: int, tokenizer_vocab_size: int) -> ModelSetup:

@@ -6,23 +6,24 @@ Every method is collective over the ranks of a layout: the group calls it on all
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.batching.build import build_microbatch
 from megatron_rl.checkpoint.hf_export import write_export_part
 from megatron_rl.checkpoint.hf_folder import FolderSource, TensorSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.algorithm_sections import ReferenceSection
 from megatron_rl.config.sections import OptimizerSection, SyncSection
-from megatron_rl.controller.critic_worker import CriticPart, ValuesBySample, join, mean_metrics, with_values
+from megatron_rl.controller.critic_worker import CriticPart, join, mean_metrics
 from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.reference import Reference
+from megatron_rl.controller.sample_scores import ScoresBySample, with_scores
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.execute import SendOptions, WeightSender
@@ -31,9 +32,10 @@ from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.choice import annotate_choice
 from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
+from megatron_rl.trainer.rejection import drop_rejected
 from megatron_rl.trainer.token_advantages import add_token_advantages
 from megatron_rl.types.resharding import ShardDigest, SourceParam, SyncOrder
-from megatron_rl.types.training import Microbatch, TrainBatch, TrainSample
+from megatron_rl.types.training import Denominators, Microbatch, TrainBatch, TrainSample
 
 
 class PolicyWorker:
@@ -42,6 +44,10 @@ class PolicyWorker:
     def __init__(self, setup: WorkerSetup, rank: int, interface: str = "127.0.0.1") -> None:
         self._setup, self._rank, self._interface = setup, rank, interface
         self._algorithm = build_algorithm(setup.algorithm)
+        # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
+        self._first = self._algorithm
+        if not self._algorithm.has_kl_in_reward and not {"chosen", "remaining"} & self._algorithm.needs:
+            self._first = replace(self._algorithm, needs=self._algorithm.needs - {"old_logprobs"})
         self._sender: WeightSender | None = None
         self._reference: Reference | None = None
         torch.set_num_threads(setup.section.num_threads)
@@ -79,9 +85,10 @@ class PolicyWorker:
         self._trainer.begin_phase(section, num_optimizer_steps)
         if self._critic is not None and not self._critic.has_own_start:
             self._critic.trainer.load_policy(self._trainer.chunk_parameters())
-        if "ref_logprobs" in self._algorithm.needs:
+        reference = self._algorithm.section.reference
+        if "ref_logprobs" in self._algorithm.needs and reference.layout is None:
             if self._reference is None:
-                self._reference = self._build_reference(self._algorithm.section.reference)
+                self._reference = self._build_reference(reference)
             self._reference.begin_phase(self._trainer.chunk_parameters())
 
     def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
@@ -90,21 +97,22 @@ class PolicyWorker:
         self._critic.trainer.begin_phase(section, num_optimizer_steps)
 
     def train_step(
-        self, batch: TrainBatch, version: int, values: ValuesBySample | None = None
+        self, batch: TrainBatch, version: int, others: Mapping[str, ScoresBySample] | None = None
     ) -> dict[str, float] | None:
         """Annotate, then one optimizer step per minibatch. `batch` holds this rank's data-parallel share only; `version`
-        is the policy being trained; `values` come from a critic on ranks of its own.
+        is the policy being trained; `others` are token arrays by name that models on ranks of their own made: `values`
+        of a critic, `ref_logprobs` of a reference.
 
         Returns the metrics, averaged over the minibatches, on rank 0 and None elsewhere.
         """
-        annotated, metrics = self._annotated(batch, values)
+        annotated, metrics = self._annotated(batch, others or {})
         steps = [
-            self._trainer.train_minibatch(microbatches, minibatch.denominators, algorithm, policy_version=version)
-            for (microbatches, algorithm), minibatch in zip(annotated, batch.minibatches, strict=True)
+            self._policy_step(microbatches, minibatch.denominators, version, is_first=number == 0)
+            for number, (microbatches, minibatch) in enumerate(zip(annotated, batch.minibatches, strict=True))
         ]
         metrics |= mean_metrics(steps)
         if self._critic is not None:
-            metrics |= self._critic.train([microbatches for microbatches, _ in annotated], batch)
+            metrics |= self._critic.train(annotated, batch)
         if self._reference is not None:
             self._reference.end_step(self._trainer.chunk_parameters())
         return metrics if self._rank == 0 else None
@@ -194,36 +202,39 @@ class PolicyWorker:
         self._sender = None
 
     def _annotated(
-        self, batch: TrainBatch, values: ValuesBySample | None
-    ) -> tuple[list[tuple[list[Microbatch], Algorithm]], dict[str, float]]:
-        """Each minibatch with what its loss reads and the algorithm that reads it, and metrics of the annotation."""
-        algorithm = self._algorithm
-        # At the first optimizer step the policy has not moved: its own log-probs are the old ones, a pass is saved.
-        first = algorithm
-        if not algorithm.has_kl_in_reward and "chosen" not in algorithm.needs:
-            first = replace(algorithm, needs=algorithm.needs - {"old_logprobs"})
-        algorithms = [first] + [algorithm] * (len(batch.minibatches) - 1)
+        self, batch: TrainBatch, others: Mapping[str, ScoresBySample]
+    ) -> tuple[list[list[Microbatch]], dict[str, float]]:
+        """Each minibatch with what its loss reads, and metrics of the annotation."""
         annotated = [
-            self._annotate(minibatch.microbatches[0], algorithm.needs, values)
-            for minibatch, algorithm in zip(batch.minibatches, algorithms, strict=True)
+            self._annotate(minibatch.microbatches[0], (self._algorithm if number else self._first).needs, others)
+            for number, minibatch in enumerate(batch.minibatches)
         ]
+        if not self._algorithm.has_token_advantages:
+            return annotated, {}
+        return add_token_advantages(annotated, self._algorithm.section, self._trainer.sum_over_data_parallel)
+
+    def _policy_step(
+        self, microbatches: list[Microbatch], denominators: Denominators, version: int, *, is_first: bool
+    ) -> dict[str, float]:
+        """One optimizer step of the policy on an annotated minibatch; its metrics."""
+        algorithm = self._first if is_first else self._algorithm
         metrics: dict[str, float] = {}
-        if algorithm.has_token_advantages:
+        if "remaining" in algorithm.needs:
             reduce_sum = self._trainer.sum_over_data_parallel
-            annotated, metrics = add_token_advantages(annotated, algorithm.section, reduce_sum)
+            microbatches, denominators, metrics = drop_rejected(microbatches, denominators, algorithm, version, reduce_sum)
         if "chosen" in algorithm.needs:
-            annotated = [annotate_choice(part, algorithm.section, self._setup.seed) for part in annotated]
-        return list(zip(annotated, algorithms, strict=True)), metrics
+            microbatches = annotate_choice(microbatches, algorithm.section, self._setup.seed)
+        return metrics | self._trainer.train_minibatch(microbatches, denominators, algorithm, policy_version=version)
 
     def _annotate(
-        self, microbatches: Sequence[Microbatch], needs: frozenset[str], values: ValuesBySample | None
+        self, microbatches: Sequence[Microbatch], needs: frozenset[str], others: Mapping[str, ScoresBySample]
     ) -> list[Microbatch]:
         annotated = self._trainer.annotate(microbatches, needs)
         if self._critic is not None:
             annotated = self._critic.trainer.annotate(annotated)
-        elif values is not None:
-            annotated = [with_values(microbatch, values) for microbatch in annotated]
-        if "ref_logprobs" not in needs:
+        for name, by_sample in others.items():
+            annotated = [with_scores(microbatch, name, by_sample) for microbatch in annotated]
+        if "ref_logprobs" not in needs or "ref_logprobs" in others:
             return annotated
         own_choice = [replace(microbatch, experts_TYK=None) for microbatch in microbatches]  # routing is the policy's
         assert self._reference is not None, "begin_phase comes first"

@@ -37,6 +37,27 @@ class Reference:
         if interval is not None and self._num_steps % interval == 0:
             self._weights = self._stored(policy)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What `load_state_dict` needs, on this rank: the weights as `chunk/name` and the steps since the phase began. A
+        teacher's weights are left to its folder.
+        """
+        state = {"num_steps": torch.tensor(self._num_steps)}
+        if not self._is_teacher:
+            state |= {f"{n}/{name}": tensor for n, chunk in enumerate(self._weights) for name, tensor in chunk.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on as the reference that gave `state`, which had the same layout; after `begin_phase`.
+
+        Raises ValueError when the names are not those of this rank's weights.
+        """
+        own = self.state_dict()
+        if odd := sorted(own.keys() ^ state.keys()):
+            raise ValueError(f"reference: {odd[0]} is on one side only ({len(odd)} such names); was the layout another one?")
+        self._num_steps = int(state["num_steps"])
+        for name in own.keys() - {"num_steps"}:
+            own[name].copy_(state[name])
+
     @contextmanager
     def swapped_into(self, live: Chunks) -> Iterator[None]:
         """The model computes with the reference's weights inside."""

@@ -150,6 +150,11 @@ class RankGroup:
             for rank, actor in enumerate(self._actors)
         ])  # fmt: skip
 
+    async def _by_sample(self, method: str, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """As `_on_shares`, for what answers with an array per sample."""
+        parts = await self._on_shares(method, batch)
+        return {index: array for part in parts for index, array in part.items()}
+
     async def _metrics(self, method: str, batch: TrainBatch, *args: Any) -> dict[str, float]:
         """As `_on_shares`, for what answers with metrics on rank 0."""
         return next(metrics for metrics in await self._on_shares(method, batch, *args) if metrics is not None)
@@ -170,12 +175,14 @@ class TrainerGroup(RankGroup):
         super().__init__(actors, layout, "trainer", logs)
         self._key = key
 
-    async def train_step(self, batch: StepBatch, version: int, values: Any = None) -> dict[str, float]:
+    async def train_step(
+        self, batch: StepBatch, version: int, others: Mapping[str, Mapping[int, np.ndarray]] | None = None
+    ) -> dict[str, float]:
         """Annotate and train one batch sampled by (at latest) `version`; metrics over all ranks.
 
-        `values` is a reference to what a critic on ranks of its own says of the samples.
+        `others` are token arrays by name and sample, from models that have ranks of their own.
         """
-        return await self._metrics("train_step", batch.policy, version, *([] if values is None else [values]))
+        return await self._metrics("train_step", batch.policy, version, ray.put(others) if others else None)
 
     async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
         return await self._metrics("sft_step", batch)
@@ -219,10 +226,9 @@ class CriticGroup(RankGroup):
     async def load_policy(self, folder: str) -> None:
         await self._all("load_policy", folder)
 
-    async def compute_values(self, batch: TrainBatch) -> Any:
-        """A reference to the values of all samples, by their position in the step's list."""
-        parts = await self._on_shares("compute_values", batch)
-        return ray.put({index: values_L for part in parts for index, values_L in part.items()})
+    async def compute_values(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """The values of all samples, by their position in the step's list."""
+        return await self._by_sample("compute_values", batch)
 
     async def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on the batch of the last `compute_values`."""
@@ -232,37 +238,85 @@ class CriticGroup(RankGroup):
         return await self._metrics("value_step", batch)
 
 
-class PolicyAndCritic:
-    """The trainers of a run whose critic has ranks of its own: both train a step at the same time.
+class ReferenceGroup(RankGroup):
+    """All ranks of a reference that has ranks of its own (`ReferenceActor`s)."""
 
-    `export_policy` writes the policy's weights as a folder, from which the critic starts; None: it has its start already.
+    def __init__(self, actors: Sequence[Any], layout: ParallelLayout, logs: str) -> None:
+        super().__init__(actors, layout, "reference", logs)
+
+    async def load_policy(self, folder: str) -> None:
+        await self._all("load_policy", folder)
+
+    async def compute_logprobs(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """The log-probs of all samples, by their position in the step's list."""
+        return await self._by_sample("compute_logprobs", batch)
+
+
+class RoleGroups:
+    """The trainers of a run in which the critic, the reference or both have ranks of their own.
+
+    `load_policy` exports the policy's weights and has the given group load them. The critic starts from them if
+    `critic_starts_anew`. The reference is the policy at the beginning of the last phase, and every `refresh_interval`
+    training steps anew, unless it `is_teacher`.
     """
 
     def __init__(
-        self, policy: TrainerGroup, critic: CriticGroup, export_policy: Callable[[], Awaitable[str]] | None
+        self,
+        policy: TrainerGroup,
+        critic: CriticGroup | None,
+        reference: ReferenceGroup | None,
+        load_policy: Callable[[CriticGroup | ReferenceGroup], Awaitable[None]],
+        *,
+        critic_starts_anew: bool = False,
+        is_teacher: bool = False,
+        refresh_interval: int | None = None,
     ) -> None:
-        self._policy, self._critic, self._export_policy = policy, critic, export_policy
+        self._policy, self._critic, self._reference, self._load_policy = policy, critic, reference, load_policy
+        self._critic_starts_anew, self._is_teacher, self._refresh_interval = critic_starts_anew, is_teacher, refresh_interval
+        self._num_steps, self._has_moved = 0, False
 
     async def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         await self._policy.begin_phase(section, num_optimizer_steps)
+        self._num_steps = 0
+        if self._reference is not None and not self._is_teacher and self._has_moved:
+            await self._load_policy(self._reference)
 
     async def sft_step(self, batch: TrainBatch) -> dict[str, float]:
+        self._has_moved = True
         return await self._policy.sft_step(batch)
 
     async def begin_critic_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
-        if self._export_policy is not None:
-            await self._critic.load_policy(await self._export_policy())
-            self._export_policy = None
+        if self._critic is None:
+            await self._policy.begin_critic_phase(section, num_optimizer_steps)
+            return
+        if self._critic_starts_anew:
+            await self._load_policy(self._critic)
+            self._critic_starts_anew = False
         await self._critic.begin_phase(section, num_optimizer_steps)
 
     async def value_step(self, batch: StepBatch) -> dict[str, float]:
+        if self._critic is None:
+            return await self._policy.value_step(batch)
         assert batch.critic is not None
         return await self._critic.value_step(batch.critic)
 
     async def train_step(self, batch: StepBatch, version: int) -> dict[str, float]:
-        assert batch.critic is not None
-        values = await self._critic.compute_values(batch.critic)
-        policy, critic = await asyncio.gather(
-            self._policy.train_step(batch, version, values), self._critic.train_step(batch.critic)
-        )
-        return policy | critic
+        """Those beside the policy score side by side, then policy and critic train side by side."""
+        critic, reference = self._critic, self._reference
+        scoring: dict[str, Awaitable[dict[int, np.ndarray]]] = {}
+        if critic is not None and batch.critic is not None:
+            scoring["values"] = critic.compute_values(batch.critic)
+        if reference is not None and batch.reference is not None:
+            scoring["ref_logprobs"] = reference.compute_logprobs(batch.reference)
+        others = dict(zip(scoring, await asyncio.gather(*scoring.values()), strict=True))
+        training = [self._policy.train_step(batch, version, others)]
+        if critic is not None and batch.critic is not None:
+            training.append(critic.train_step(batch.critic))
+        metrics: dict[str, float] = {}
+        for part in await asyncio.gather(*training):
+            metrics |= part
+        self._num_steps += 1
+        self._has_moved = True
+        if reference is not None and self._refresh_interval and self._num_steps % self._refresh_interval == 0:
+            await self._load_policy(reference)
+        return metrics

@@ -120,3 +120,12 @@ def check_router_replay(dims: SizedModel, mode: str) -> list[tuple[str, str]]:
     if mode == "off" or dims.num_experts:
         return []
     return [("algorithm.router_replay", f"{mode} needs a model with experts, this one has none; expected off")]
+
+
+def check_context(max_positions: int, max_prompt_tokens: int, max_new_tokens: int, key: str) -> list[tuple[str, str]]:
+    """A prompt and its answer must fit into the model's positions. `key`: where `max_new_tokens` stands."""
+    room = max_positions - max_prompt_tokens
+    if max_new_tokens <= room:
+        return []
+    reason = f"the model has {max_positions} positions, prompts take up to data.max_prompt_tokens={max_prompt_tokens} of them"
+    return [(f"{key}.max_new_tokens", f"expected at most {max(room, 0)} ({reason}), got {max_new_tokens}")]

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from megatron_rl.rollout.collector import RolloutStats, Scorer, request_seed
 from megatron_rl.rollout.generate.conversation import Conversation
 from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.rollout.prompt_supply import Draw, PlannedGroup, PromptSupply
+from megatron_rl.rollout.sample_content import SampleContent
 from megatron_rl.rollout.slot_meter import SlotMeter
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.kv import PauseMode, choose_pause_mode
@@ -24,11 +25,8 @@ from megatron_rl.types.rollout import (
     EngineLoad,
     FinishReason,
     GenerationRequest,
-    Prompt,
-    RewardResult,
     RolloutSegment,
     SamplingParams,
-    Trajectory,
     TrajectoryGroup,
     TrajectoryState,
 )
@@ -41,24 +39,6 @@ class ReportingEngine(GenerationEngine, Protocol):
     """An engine that says how busy it is."""
 
     async def load(self) -> EngineLoad: ...
-
-
-@dataclass(slots=True)
-class _Content:
-    """What a sample says; the scheduler knows its numbers only. With a generate function, `conversation` shares the
-    segments and `program` runs the function."""
-
-    prompt: Prompt
-    segments: list[RolloutSegment]
-    reward: RewardResult | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    conversation: Conversation | None = None
-    program: asyncio.Task[None] | None = None
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        response = (token for segment in self.segments for token in segment.token_ids)
-        return (*self.prompt.token_ids, *response)
 
 
 class Producer:
@@ -94,7 +74,7 @@ class Producer:
         self._fixed_pause_mode, self._windows, self._phase_s = pause_mode, windows, phase_s
         self.pause_mode: PauseMode = pause_mode or "retract"
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
-        self._content: dict[str, _Content] = {}
+        self._content: dict[str, SampleContent] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._scoring: set[asyncio.Task[None]] = set()
         self._meter = SlotMeter()
@@ -227,7 +207,7 @@ class Producer:
         for _ in range(self._state.num_wanted):
             plan = self._supply.next()
             for sample in self._state.add_group(plan.group_id, plan.prompt.prompt_id, plan.num_samples).samples:
-                self._content[sample.sample_id] = _Content(plan.prompt, [])
+                self._content[sample.sample_id] = SampleContent(plan.prompt, [])
         for engine, sample in self._state.assign():
             self._meter.change(1)
             self._tasks[sample.sample_id] = asyncio.create_task(self._run(engine, sample))
@@ -242,7 +222,7 @@ class Producer:
             if content.conversation is not None:
                 await content.conversation.first_turn()
                 sampling = content.conversation.sampling
-            limit = min(self._state.token_limit(sample), sampling.max_new_tokens - _num_turn_tokens(content))
+            limit = min(self._state.token_limit(sample), sampling.max_new_tokens - content.num_turn_tokens)
             request = GenerationRequest(
                 name, content.token_ids, replace(sampling, max_new_tokens=limit), request_seed(self._seed, name)
             )
@@ -254,7 +234,7 @@ class Producer:
             self._fail(error)
         self._changed.set()
 
-    def _begin_program(self, function: GenerateFunction, sample: SampleWork, content: _Content) -> None:
+    def _begin_program(self, function: GenerateFunction, sample: SampleWork, content: SampleContent) -> None:
         """The generate function of a sample begins with its first place at an engine."""
 
         def on_asked(num_inserted: int) -> None:
@@ -268,14 +248,13 @@ class Producer:
         content.segments = content.conversation.segments
         content.program = asyncio.create_task(self._run_program(content.conversation, sample, content))
 
-    async def _run_program(self, conversation: Conversation, sample: SampleWork, content: _Content) -> None:
+    async def _run_program(self, conversation: Conversation, sample: SampleWork, content: SampleContent) -> None:
         try:
             answer = await conversation.run()
             if self._content.get(sample.sample_id) is not content:
                 return  # dropped meanwhile
             content.metrics = answer.metrics
-            unused = [(s.policy_version, len(s.token_ids)) for s in content.segments if s.is_sampled and not s.has_loss]
-            self._state.on_last_turn(sample.sample_id, unused)
+            self._state.on_last_turn(sample.sample_id, content.unused)
             self._begin_score(sample, content, answer.is_finished)
         except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
             self._fail(error)
@@ -306,17 +285,16 @@ class Producer:
             conversation.end_turn()
         return sample.state is TrajectoryState.DONE
 
-    def _begin_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
+    def _begin_score(self, sample: SampleWork, content: SampleContent, has_stopped: bool) -> None:
         self._scoring.add(asyncio.create_task(self._run_score(sample, content, has_stopped)))
 
-    async def _run_score(self, sample: SampleWork, content: _Content, has_stopped: bool) -> None:
+    async def _run_score(self, sample: SampleWork, content: SampleContent, has_stopped: bool) -> None:
         """The reward of a complete sample, while others generate."""
-        response = content.token_ids[len(content.prompt.token_ids) :]
         task = asyncio.current_task()
         assert task is not None
         self._meter.change(0, 1)
         try:
-            content.reward = await self._score(content.prompt, response, has_stopped)
+            content.reward = await self._score(content.prompt, content.response_ids, has_stopped)
             self._state.on_scored(sample.sample_id, content.reward.is_correct)
             self._drop()
             self._start()
@@ -359,13 +337,7 @@ class Producer:
             content.program.cancel()
 
     def _to_group(self, work: GroupWork) -> TrajectoryGroup:
-        trajectories = []
-        for sample in work.samples:
-            content = self._content.pop(sample.sample_id)
-            segments = tuple(content.segments)
-            trajectories.append(
-                Trajectory(sample.sample_id, content.prompt, segments, TrajectoryState.DONE, content.reward, content.metrics)
-            )
+        trajectories = [self._content.pop(s.sample_id).to_trajectory(s.sample_id) for s in work.samples]
         return TrajectoryGroup(work.group_id, trajectories[0].prompt, tuple(trajectories))
 
     def _stats(self, groups: Sequence[TrajectoryGroup], elapsed_s: float) -> RolloutStats:
@@ -383,7 +355,3 @@ class Producer:
             token_fates=fates,
             length_bias=self._state.length_monitor.bias(),
         )
-
-
-def _num_turn_tokens(content: _Content) -> int:
-    return 0 if content.conversation is None else content.conversation.num_turn_tokens

@@ -28,38 +28,50 @@ def policy_objective(algorithm: Algorithm, denominators: Denominators, policy_ve
     """The algorithm's loss. Reads `advantages`, `rollout_logprobs` and what `algorithm.needs` names from token_arrays."""
 
     def loss(microbatch: Microbatch, logprobs_T: Tensor, entropies_T: Tensor) -> LossOutput:
-        device = logprobs_T.device
-
-        def on_device(array: np.ndarray) -> Tensor:
-            return torch.tensor(array, device=device)  # a copy: what comes through shared memory is read-only
-
-        def required(name: str) -> Tensor:
-            if name not in microbatch.token_arrays:
-                raise ValueError(f"algorithm {algorithm.name}: the microbatch lacks token_arrays[{name!r}]; annotate it first")
-            return on_device(microbatch.token_arrays[name])
-
-        lengths_S = np.diff(microbatch.cu_seqlens)
-        old_T = required("old_logprobs") if "old_logprobs" in algorithm.needs else logprobs_T.detach()
-        return algorithm.loss(
-            LossInputs(
-                policy_logprobs_T=logprobs_T,
-                old_logprobs_T=old_T,
-                rollout_logprobs_T=required("rollout_logprobs"),
-                advantages_T=required("advantages"),
-                loss_mask_T=on_device(microbatch.loss_mask_T),
-                segment_ids_T=on_device(np.repeat(np.arange(microbatch.num_sequences), lengths_S)),
-                num_segments=microbatch.num_sequences,
-                is_correct_S=on_device(microbatch.is_correct_S),
-                versions_T=on_device(microbatch.versions_T),
-                denominators=denominators,
-                ref_logprobs_T=required("ref_logprobs") if "ref_logprobs" in algorithm.needs else None,
-                is_chosen_T=required("chosen") if "chosen" in algorithm.needs else None,
-                entropy_T=entropies_T,
-                policy_version=policy_version,
-            )
-        )
+        return algorithm.loss(loss_inputs(algorithm, microbatch, denominators, policy_version, logprobs_T, entropies_T))
 
     return loss
+
+
+def loss_inputs(
+    algorithm: Algorithm,
+    microbatch: Microbatch,
+    denominators: Denominators,
+    policy_version: int | None,
+    logprobs_T: Tensor,
+    entropies_T: Tensor | None = None,
+) -> LossInputs:
+    """What the algorithm reads of a microbatch, beside the policy's log-probs and on their device.
+
+    Raises ValueError when the microbatch was not annotated with something that `algorithm.needs` names.
+    """
+    device = logprobs_T.device
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.tensor(array, device=device)  # a copy: what comes through shared memory is read-only
+
+    def required(name: str) -> Tensor:
+        if name not in microbatch.token_arrays:
+            raise ValueError(f"algorithm {algorithm.name}: the microbatch lacks token_arrays[{name!r}]; annotate it first")
+        return on_device(microbatch.token_arrays[name])
+
+    lengths_S = np.diff(microbatch.cu_seqlens)
+    return LossInputs(
+        policy_logprobs_T=logprobs_T,
+        old_logprobs_T=required("old_logprobs") if "old_logprobs" in algorithm.needs else logprobs_T.detach(),
+        rollout_logprobs_T=required("rollout_logprobs"),
+        advantages_T=required("advantages"),
+        loss_mask_T=on_device(microbatch.loss_mask_T),
+        segment_ids_T=on_device(np.repeat(np.arange(microbatch.num_sequences), lengths_S)),
+        num_segments=microbatch.num_sequences,
+        is_correct_S=on_device(microbatch.is_correct_S),
+        versions_T=on_device(microbatch.versions_T),
+        denominators=denominators,
+        ref_logprobs_T=required("ref_logprobs") if "ref_logprobs" in algorithm.needs else None,
+        is_chosen_T=required("chosen") if "chosen" in algorithm.needs else None,
+        entropy_T=entropies_T,
+        policy_version=policy_version,
+    )
 
 
 def supervised_objective(denominators: Denominators) -> Objective:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -41,8 +42,23 @@ def build_optimizer(
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.param_groups:
                 group["fused"] = True
+    _refuse_nonfinite_norms(optimizer)
     logger.info("optimizer: %s (asked for: %s)", ", ".join(sorted(kinds)) or "none on this rank", fused)
     return optimizer
+
+
+def _refuse_nonfinite_norms(optimizer: MegatronOptimizer) -> None:
+    """Let a step raise FloatingPointError, on every rank, when the gradient norm is not finite: Megatron asks for the norm
+    before it changes anything, so weights and moments stay as they were."""
+    compute_norm = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        norm = compute_norm()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        return norm
+
+    optimizer.get_grad_norm = finite_norm
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:

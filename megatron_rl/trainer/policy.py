@@ -48,11 +48,12 @@ class PolicyTrainer(MegatronRole):
         vocab_multiple: int = 1,
         num_optimizer_steps: int = 1,
         replays_routing: bool = False,
+        is_trained: bool = True,
     ) -> None:
         super().__init__(
             dims, dtype, trainer, layout, platform,
             seed=seed, vocab_multiple=vocab_multiple, num_optimizer_steps=num_optimizer_steps,
-            replays_routing=replays_routing,
+            replays_routing=replays_routing, is_trained=is_trained,
         )  # fmt: skip
         self.temperature = temperature
 
@@ -96,7 +97,7 @@ class PolicyTrainer(MegatronRole):
         """One optimizer step on the algorithm's loss. Returns the same metrics on every rank.
 
         All data-parallel ranks bring equally many microbatches. Raises FloatingPointError, on every rank, when the
-        gradient norm is not finite; the weights are lost then.
+        gradient norm is not finite; weights and moments are those of before the step then.
         """
         return self._optimize(microbatches, policy_objective(algorithm, denominators, policy_version))
 

@@ -6,7 +6,6 @@ a prediction, H hidden.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,8 @@ class MegatronRole(ABC):
     """One rank of a trained model. `init_distributed` and `init_model_parallel` come first; every method is collective.
 
     A role scores token t from the hidden state that chose it: the last layer's row of the token before, which has seen
-    the tokens up to t - 1 and not t. `num_optimizer_steps` is the length of the learning-rate schedule.
+    the tokens up to t - 1 and not t. `num_optimizer_steps` is the length of the learning-rate schedule. A role that is not
+    trained has neither gradients nor an optimizer: it scores.
     """
 
     model_class: ClassVar[type[DecoderModel]]
@@ -86,6 +86,7 @@ class MegatronRole(ABC):
         vocab_multiple: int = 1,
         num_optimizer_steps: int = 1,
         replays_routing: bool = False,
+        is_trained: bool = True,
     ) -> None:
         self.dims, self.trainer, self.layout, self.platform = dims, trainer, layout, platform
         self.uses_transformer_engine = uses_transformer_engine(trainer.layer_spec)
@@ -114,14 +115,21 @@ class MegatronRole(ABC):
         self.replays_routing = replays_routing
         if replays_routing:
             install_router_replay(self.chunks, self.config)
+        self.ddp_chunks: list[Any] = self.chunks
+        self.optimizer: Any = None
+        if is_trained:
+            self._build_optimizer(torch_dtype, num_optimizer_steps)
+
+    def _build_optimizer(self, torch_dtype: torch.dtype, num_optimizer_steps: int) -> None:
+        """Gradients, their reduction, the optimizer and its schedule."""
+        trainer = self.trainer
         ddp_config = DistributedDataParallelConfig(**plan_ddp_config(trainer))
         self.ddp_chunks = [
             DistributedDataParallel(self.config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = build_optimizer(
-            OptimizerConfig(**plan_optimizer_config(trainer, torch_dtype)), self.ddp_chunks, trainer.fused_optimizer
-        )
+        optimizer_config = OptimizerConfig(**plan_optimizer_config(trainer, torch_dtype))
+        self.optimizer = build_optimizer(optimizer_config, self.ddp_chunks, trainer.fused_optimizer)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         if ddp_config.overlap_grad_reduce:
@@ -160,7 +168,7 @@ class MegatronRole(ABC):
 
     def chunk_parameters(self) -> list[dict[str, Tensor]]:
         """Per virtual chunk: Megatron's local names (layer and expert indices local) -> the weights that compute."""
-        for ddp_chunk in self.ddp_chunks:
+        for ddp_chunk in self.ddp_chunks if self.optimizer is not None else ():
             if ddp_chunk.ddp_config.overlap_param_gather:
                 ddp_chunk.start_param_sync(force_sync=True)
         return [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in self.chunks]
@@ -180,8 +188,9 @@ class MegatronRole(ABC):
                 if parameter.shape != theirs[name].shape:
                     raise ValueError(f"{name}: expected shape {tuple(parameter.shape)}, got {tuple(theirs[name].shape)}")
                 parameter.copy_(theirs[name])
-        self.optimizer.reload_model_params()
-        forget_moments(self.optimizer)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+            forget_moments(self.optimizer)
 
     def begin_phase(self, section: OptimizerSection, num_optimizer_steps: int) -> None:
         """Start a new learning-rate schedule with fresh Adam moments (warm start, then RL)."""
@@ -234,7 +243,7 @@ class MegatronRole(ABC):
         """One optimizer step. Returns the same metrics on every rank.
 
         All data-parallel ranks bring equally many microbatches. Raises FloatingPointError, on every rank, when the
-        gradient norm is not finite; the weights are lost then.
+        gradient norm is not finite; weights and moments are those of before the step then.
         """
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
@@ -242,10 +251,11 @@ class MegatronRole(ABC):
         parts = self._run(self._prepare_all(microbatches, False), objective, forward_only=False)
         self._schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = self.optimizer.step()
         metrics = self._reduce_metrics(parts)
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm is {grad_norm} (metrics: {metrics})")
+        try:
+            _, grad_norm, _ = self.optimizer.step()
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{error} (metrics: {metrics})") from None
         return {**metrics, "grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
 
     def _reduce_metrics(self, parts: list[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
@@ -328,7 +338,7 @@ class MegatronRole(ABC):
     def _forward_step(
         self,
         iterator: Iterator[_Prepared],
-        chunk: DistributedDataParallel,
+        chunk: Any,
         *,
         objective: Objective | None,
         num_microbatches: int,
@@ -340,7 +350,7 @@ class MegatronRole(ABC):
             attention_mask=None,
             packed_seq_params=item.packed,
         )
-        model = chunk.module
+        model = chunk if self.optimizer is None else chunk.module
         if self.replays_routing and objective is None:
             item.chosen.update(chosen_by_layer(model))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from walk import joined, policy
 
-from launch import Rank  # beside this file; `launch` puts the folder on the path
 from megatron_rl.checkpoint.megatron_dist import CheckpointModel, load_megatron_checkpoint, save_megatron_checkpoint
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.types.layout import ParallelLayout
+from tests.distributed.launch import Rank
+from tests.distributed.walk import joined, policy
 
 
 def walk_checkpoints(me: Rank, *, family: str, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, list[str]]]:

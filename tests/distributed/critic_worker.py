@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from walk import SpreadSource, debug_dims
 
 from megatron_rl.batching.build import build_train_batch
 from megatron_rl.checkpoint.hf_folder import CheckpointError, write_folder
-from megatron_rl.config.algorithm_sections import AlgorithmSection, KlSection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, KlSection, ReferenceSection
+from megatron_rl.config.layout_section import LayoutSection
 from megatron_rl.config.sections import (
     CriticSection,
     OptimizerSection,
@@ -21,11 +22,13 @@ from megatron_rl.config.sections import (
 from megatron_rl.controller.critic_worker import CriticWorker
 from megatron_rl.controller.model_setup import ModelSetup
 from megatron_rl.controller.policy_worker import PolicyWorker
+from megatron_rl.controller.reference_worker import ReferenceWorker
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.value_model import value_model_of
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from megatron_rl.types.training import TrainBatch, TrainSample
+from tests.distributed.walk import SpreadSource, debug_dims
 
 FAMILY = "llama"
 RATE = OptimizerSection(learning_rate=2e-3, weight_decay=0.0)
@@ -59,7 +62,7 @@ def show_worker(folder: Path) -> dict[str, Any]:
         start(model, with_kl, CriticSection(path=str(folder / "none"), inner_epochs=1))
     except CheckpointError as error:
         results["no_folder"] = str(error).replace(str(folder), "")
-    return results | compare_placements(model)
+    return results | compare_placements(model) | compare_reference_placements(model)
 
 
 def compare_placements(model: str) -> dict[str, Any]:
@@ -88,11 +91,38 @@ def compare_placements(model: str) -> dict[str, Any]:
     policy = start(model, vapo, None)
     try:
         policy.begin_phase(RATE, 8)
-        results["apart"] = apart | (policy.train_step(batch, 0, values) or {})
+        results["apart"] = apart | (policy.train_step(batch, 0, {"values": values}) or {})
     finally:
         policy.stop()
     results["num_values"] = [len(values), max(len(values_L) for values_L in values.values())]
     results["untrained_values"] = max(float(np.abs(values_L).max()) for values_L in untrained.values())
+    return results
+
+
+def compare_reference_placements(model: str) -> dict[str, Any]:
+    """Two steps with the reference's weights swapped into the policy, and with a reference that has ranks of its own."""
+    swapped = AlgorithmSection(
+        loss="ppo", clip_low=0.2, clip_high=0.2, aggregation="token-mean", kl=KlSection(0.5), positive_nll_coefficient=1.0
+    )
+    own = dataclasses.replace(swapped, reference=ReferenceSection(layout=LayoutSection()))
+    batches = [batch_of(7), batch_of(8)]
+    reference = ReferenceWorker(setup_of(model, own, None), 0)
+    try:
+        reference.start(reference.free_address())
+        scores = [reference.compute_logprobs(batch) for batch in batches]
+    finally:
+        reference.stop()
+    results = {}
+    for name, algorithm, others in (
+        ("swapped", swapped, [None, None]),
+        ("own_ranks", own, [{"ref_logprobs": logprobs} for logprobs in scores]),
+    ):
+        policy = start(model, algorithm, None)
+        try:
+            policy.begin_phase(RATE, 8)
+            results[name] = [policy.train_step(batch, 0, scored) for batch, scored in zip(batches, others, strict=True)]
+        finally:
+            policy.stop()
     return results
 
 

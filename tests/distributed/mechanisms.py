@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from critic_worker import show_worker  # beside this file
 from megatron.core import parallel_state
-from walk import count, debug_dims, joined, pack, policy, sequences, split
 
-from launch import Rank
 from megatron_rl.config.sections import MegatronSection, OptimizerSection
 from megatron_rl.layout.coords import coords_of
 from megatron_rl.trainer.parallel import destroy_model_parallel, init_model_parallel
 from megatron_rl.types.layout import ParallelLayout
+from tests.distributed.critic_worker import show_worker
+from tests.distributed.launch import Rank
+from tests.distributed.walk import count, debug_dims, joined, pack, policy, sequences, split
 
 SIGMOID = MegatronSection(transformer={"moe_router_score_function": "sigmoid"})
 
@@ -56,6 +56,7 @@ def show_mechanisms(me: Rank, *, folder: str) -> dict[str, Any]:
                     ),
                 }
         with policy(me, platform, "llama", layout) as trainer:
+            results["refused_step"] = refused_step(trainer, whole, count(batch))
             broken = {name: torch.full_like(value, torch.nan) for name, value in trainer.chunk_parameters()[0].items()}
             trainer.load_parameters([broken])
             try:
@@ -71,6 +72,23 @@ def show_mechanisms(me: Rank, *, folder: str) -> dict[str, Any]:
         }
     results["worker"] = show_worker(Path(folder))
     return results
+
+
+def refused_step(trainer: Any, whole: list[Any], denominators: Any) -> dict[str, Any]:
+    """A step, one with a gradient that is infinite, and the next one, against the same without the one in between."""
+    start = [{name: value.clone() for name, value in chunk.items()} for chunk in trainer.chunk_parameters()]
+    expected = [trainer.sft_minibatch(whole, denominators)["loss/supervised"] for _ in range(3)][2]
+    trainer.load_parameters(start)
+    trainer.sft_minibatch(whole, denominators)
+    hook = next(trainer.chunks[0].parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    try:
+        trainer.sft_minibatch(whole, denominators)
+        message = ""
+    except FloatingPointError as error:
+        message = str(error)
+    hook.remove()
+    losses = [trainer.sft_minibatch(whole, denominators)["loss/supervised"] for _ in range(2)]
+    return {"message": message, "losses": losses, "expected": expected}
 
 
 def show_offload(me: Rank, platform: Any, whole: list[Any], denominators: Any, distributed: bool) -> dict[str, Any]:

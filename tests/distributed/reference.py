@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from walk import SpreadSource, debug_dims, sequences
 
 from megatron_rl.checkpoint.hf_folder import write_folder
 from megatron_rl.model_families.registry import get_family
+from tests.distributed.walk import SpreadSource, debug_dims, sequences
 
 
 def transformers_logprobs(family_name: str, folder: Path) -> list[list[float]]:

@@ -51,7 +51,7 @@ class Commands:
         return await asyncio.to_thread(self._broadcast, "send_weights", order, self.key)
 
     async def score_tokens(self, token_ids):
-        return (await asyncio.to_thread(self._broadcast, "score_tokens", token_ids))[:len(token_ids)]
+        return (await asyncio.to_thread(self._broadcast, "score_tokens", token_ids))[: len(token_ids)]
 
     def _broadcast(self, method, *args):
         dist.broadcast_object_list([(method, *args)], src=0)

@@ -11,15 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checkpoint_walk import walk_checkpoints
-from walk import SpreadSource
-
-from launch import run_distributed
 from megatron_rl.checkpoint.hf_export import hf_tensor_shapes, write_model
 from megatron_rl.checkpoint.megatron_dist import read_checkpoint_model
 from megatron_rl.model_families.registry import get_family
+from tests.distributed.checkpoint_walk import walk_checkpoints
+from tests.distributed.launch import run_distributed
+from tests.distributed.walk import SpreadSource, debug_dims
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {
@@ -44,7 +41,7 @@ def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("family_name", sorted(LAYOUTS))
 def test_round_trip_over_layouts(family_name: str, tmp_path: Path) -> None:
     family = get_family(family_name)
-    dims = family.debug_dims
+    dims = debug_dims(family_name)
     source = SpreadSource(dims.num_layers)
     tensors = {name: source.whole(name, shape) for name, shape in hf_tensor_shapes(family, dims)}
     write_model(tmp_path / "hf", family, dims, tensors.items(), torch.float32)

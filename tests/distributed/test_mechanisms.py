@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from mechanisms import megatron_groups, show_mechanisms, uneven_shares
-
-from launch import run_distributed
+from tests.distributed.launch import run_distributed
+from tests.distributed.mechanisms import megatron_groups, show_mechanisms, uneven_shares
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +55,12 @@ def test_a_gradient_that_is_not_finite_stops_the_run(shown: dict[str, Any]) -> N
     assert "gradient norm is nan" in shown["not_finite"]
 
 
+def test_a_step_that_was_refused_leaves_weights_and_moments_alone(shown: dict[str, Any]) -> None:
+    refused = shown["refused_step"]
+    assert "gradient norm is" in refused["message"] and "loss/supervised" in refused["message"]
+    assert refused["losses"][1] == refused["expected"]
+
+
 def test_a_weight_of_the_wrong_shape_is_named(shown: dict[str, Any]) -> None:
     assert "decoder.final_layernorm.weight: expected shape (48,), got (7,)" in shown["wrong_shape"]
 
@@ -99,6 +100,13 @@ def test_a_critic_on_ranks_of_its_own_gives_the_same_step(shown: dict[str, Any])
     assert together["loss/value"] > 0 and together["loss/explained_variance"] != 0
     assert shown["worker"]["num_values"] == [24, 11]
     assert shown["worker"]["untrained_values"] == 0  # a policy's folder has no head
+
+
+def test_a_reference_on_ranks_of_its_own_gives_the_same_steps(shown: dict[str, Any]) -> None:
+    swapped, own = shown["worker"]["swapped"], shown["worker"]["own_ranks"]
+    for mine, theirs in zip(own, swapped, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert swapped[1]["loss/kl_to_ref"] > 1e-4  # the policy has left it
 
 
 def test_a_rank_without_samples_takes_part() -> None:

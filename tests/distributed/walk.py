@@ -1,4 +1,4 @@
-"""What each process does in the layout tests: for every layout, build policy and critic anew, score the batch and train.
+"""What each process does in the layout tests: for every layout, build policy and critic, score the batch and train.
 
 All processes see the same global batch of sequences of unequal lengths and the same weights, drawn by tensor name.
 """
@@ -9,13 +9,13 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from launch import Rank  # beside this file; `launch` puts the folder on the path
-from megatron_rl.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, CovarianceSection, KlSection
@@ -38,6 +38,7 @@ from megatron_rl.trainer.role import MegatronRole, empty_microbatch
 from megatron_rl.trainer.token_advantages import add_token_advantages
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.training import Denominators, Microbatch
+from tests.distributed.launch import Rank
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 7, 23)
 GROUPS = {0: "a", 1: "a", 3: "a", 7: "a", 2: "b", 5: "b", 6: "b"}  # sequence 4 stands alone
@@ -79,11 +80,16 @@ OBJECTIVES = {
     "gmpo": AlgorithmSection(loss="gmpo", clip_low=0.4, clip_high=0.4),
     "clip_cov": AlgorithmSection(loss="clip_cov", **WIDE, covariance=CovarianceSection(0.2, 0.01, 50.0)),
     "distillation": AlgorithmSection(loss="none", kl=KlSection(1.0, "unbiased"), aggregation="token-mean"),
+    "remaining": AlgorithmSection(
+        loss="ppo", **WIDE, aggregation="token-mean", correction=CorrectionSection("icepop", 0.9, 1.1, "remaining")
+    ),
     "corrected": AlgorithmSection(
         loss="ppo", **WIDE, correction=CorrectionSection("geometric_mask", 0.8, 1.2, max_version_age=1)
     ),
 }  # fmt: skip
 """The named algorithms, every aggregation, and a correction over whole rows, on `controller.synthetic_batch`."""
+SMALLER = {"num_layers": 2}
+"""The model of the objectives: what a loss does to gradients does not hang on depth, and there are many losses."""
 
 
 class SpreadSource(RandomSource):
@@ -180,7 +186,9 @@ def split(members: list[int], num_microbatches: int) -> list[list[int]]:
 
 
 def debug_dims(family: str) -> ModelDims:
-    return get_family(family).debug_dims
+    """The family's smallest model, with at most four experts: each is a loop of its own on the CPU."""
+    dims = get_family(family).debug_dims
+    return dataclasses.replace(dims, num_experts=min(dims.num_experts, 4))
 
 
 @contextmanager
@@ -237,6 +245,7 @@ def policy(
     dims: ModelDims | None = None,
     distributed_optimizer: bool = True,
     replays_routing: bool = False,
+    is_trained: bool = True,
     **section: Any,
 ) -> Iterator[PolicyTrainer]:
     """A policy with the test's weights under `layout`."""
@@ -251,6 +260,7 @@ def policy(
         seed=1,
         temperature=0.8,
         replays_routing=replays_routing,
+        is_trained=is_trained,
     )
     trainer.load_parameters(weights_of(get_family(family), trainer, me.rank))
     try:
@@ -260,10 +270,12 @@ def policy(
 
 
 def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per case: log-probs and values by sequence, and metrics of three optimizer steps per algorithm.
+    """Per case: log-probs and values by sequence, metrics of `num_steps` optimizer steps per algorithm, and what every
+    objective gives if it asks for `objectives`.
 
-    A case has `layout` and optionally `num_microbatches`, `order`, `distributed_optimizer`, `section`, `share` (compute
-    common prompts once), `replay` (visit the batch's experts) and `algorithms` (names; default: all).
+    A case has `layout` and optionally `num_steps` (2), `num_microbatches` (2), `order`, `distributed_optimizer`, `section`,
+    `share` (compute common prompts once), `replay` (visit the batch's experts), `untrained` (log-probs are those of a role
+    without an optimizer) and `algorithms` (names; default: all).
     """
     results = []
     with joined(me) as platform:
@@ -272,24 +284,20 @@ def walk_layouts(me: Rank, *, family: str, cases: list[dict[str, Any]]) -> list[
             section = dict(case.get("section", {}))
             if "megatron" in section:
                 section["megatron"] = MegatronSection(**section["megatron"])
-            result: dict[str, Any] = {"steps": {}}
-            for name in case.get("algorithms", ALGORITHMS):
-                algorithm = ALGORITHMS[name]
-                with policy(
-                    me,
-                    platform,
-                    family,
-                    layout,
-                    distributed_optimizer=case.get("distributed_optimizer", True),
-                    replays_routing=case.get("replay", False),
-                    **section,
-                ) as trainer:
-                    critic = critic_beside(trainer, me, family) if algorithm.advantage == "gae" else None
-                    result |= run_case(me, trainer, critic, build_algorithm(algorithm), case, result["steps"], name)
-            if family == "qwen3_moe" and case.get("objectives"):
-                with policy(me, platform, family, layout) as trainer:
-                    result["objectives"] = measure_all(trainer, me.rank, case)
-            results.append(result)
+            options = {
+                "distributed_optimizer": case.get("distributed_optimizer", True),
+                "replays_routing": case.get("replay", False),
+            }
+            with policy(me, platform, family, layout, **options, **section) as trainer:
+                results.append(run_case(me, trainer, critic_beside(trainer, me, family), family, case))
+            if case.get("untrained"):
+                with policy(me, platform, family, layout, is_trained=False, **section) as reference:
+                    parts, microbatches = cut(reference, me.rank, case)
+                    scores = reference.compute_logprobs(microbatches, score_all=True)
+                    results[-1]["logprobs"] = by_sequence(parts, microbatches, scores)
+            if case.get("objectives"):
+                with policy(me, platform, family, layout, dims=dims_with(family, **SMALLER)) as trainer:
+                    results[-1]["objectives"] = measure_all(trainer, me.rank, case)
     return results
 
 
@@ -299,45 +307,59 @@ def measure_all(trainer: PolicyTrainer, rank: int, case: dict[str, Any]) -> dict
     options: dict[str, Any] = {"num_microbatches": case.get("num_microbatches", 2), "is_reversed": "order" in case}
     scored = score_batch(trainer, rank, **options)
     return {
-        name: list(measure_objective(trainer, section, rank, scored=scored, **options))
-        for name, section in OBJECTIVES.items()
+        name: list(measure_objective(trainer, section, rank, scored=scored, **options)) for name, section in OBJECTIVES.items()
     }
 
 
 def run_case(
-    me: Rank,
-    trainer: PolicyTrainer,
-    critic: CriticTrainer | None,
-    algorithm: Algorithm,
-    case: dict[str, Any],
-    steps: dict[str, list[dict[str, float]]],
-    name: str,
-) -> dict[str, Any]:
-    batch, dp = sequences(trainer.dims.vocab_size), trainer.layout.dp
+    me: Rank, trainer: PolicyTrainer, critic: CriticTrainer, family: str, case: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Score the batch, then train with one algorithm after the other, each from the test's weights."""
+    batch = sequences(trainer.dims.vocab_size)
+    parts, microbatches = cut(trainer, me.rank, case)
+    result: dict[str, dict[str, Any]] = {
+        "logprobs": by_sequence(parts, microbatches, trainer.compute_logprobs(microbatches, score_all=True)),
+        "values": by_sequence(parts, microbatches, critic.compute_scores(microbatches, score_all=True)),
+        "steps": {},
+    }
+    if case.get("replay"):
+        result["own_choice"] = own_choice_gap(trainer, microbatches)
+    for number, name in enumerate(case.get("algorithms", ALGORITHMS)):
+        if number:
+            trainer.load_parameters(weights_of(get_family(family), trainer, me.rank))
+        has_critic = ALGORITHMS[name].advantage == "gae"
+        steps = train(trainer, critic if has_critic else None, ALGORITHMS[name], microbatches, count(batch))
+        result["steps"][name] = list(islice(steps, case.get("num_steps", 2)))
+    return result
+
+
+def cut(trainer: PolicyTrainer, rank: int, case: dict[str, Any]) -> tuple[list[list[int]], list[Microbatch]]:
+    """This data-parallel rank's members of the batch by microbatch, and the microbatches."""
+    batch = sequences(trainer.dims.vocab_size)
     members = case.get("order", list(range(len(batch))))
-    mine = members[coords_of(trainer.layout, me.rank).dp :: dp]
+    mine = members[coords_of(trainer.layout, rank).dp :: trainer.layout.dp]
     parts = split(mine, case.get("num_microbatches", 2))
-    share = case.get("share", False)
+    share, replay = case.get("share", False), case.get("replay", False)
     if share:
         parts = [sorted(part, key=lambda member: GROUPS.get(member, "")) for part in parts]
-    replay = case.get("replay", False)
-    microbatches = [pack(batch, part, share=share, replay=replay) for part in parts]
-    scores: dict[str, Any] = {
-        "logprobs": by_sequence(parts, microbatches, trainer.compute_logprobs(microbatches, score_all=True))
-    }
-    if replay:
-        scores["own_choice"] = own_choice_gap(trainer, microbatches)
-    annotated = trainer.annotate(microbatches, algorithm.needs)
-    steps[name] = [{} for _ in range(3)]
+    return parts, [pack(batch, part, share=share, replay=replay) for part in parts]
+
+
+def train(
+    trainer: PolicyTrainer,
+    critic: CriticTrainer | None,
+    section: AlgorithmSection,
+    microbatches: list[Microbatch],
+    denominators: Denominators,
+) -> Iterator[dict[str, float]]:
+    """The metrics of one optimizer step after the other on one batch, the critic's before the policy's."""
+    algorithm = build_algorithm(section)
+    annotated, metrics = trainer.annotate(microbatches, algorithm.needs), {}
     if critic is not None:
-        scores["values"] = by_sequence(parts, microbatches, critic.compute_scores(microbatches, score_all=True))
-        annotated = critic.annotate(annotated)
-        (annotated,), metrics = add_token_advantages([annotated], algorithm.section, trainer.sum_over_data_parallel)
-        for step in steps[name]:
-            step |= metrics | critic.train_minibatch(annotated, count(batch), algorithm.section, value_clip=0.05)
-    for step in steps[name]:
-        step |= trainer.train_minibatch(annotated, count(batch), algorithm)
-    return scores
+        (annotated,), metrics = add_token_advantages([critic.annotate(annotated)], section, trainer.sum_over_data_parallel)
+    while True:
+        values = {} if critic is None else critic.train_minibatch(annotated, denominators, section, value_clip=0.05)
+        yield metrics | values | trainer.train_minibatch(annotated, denominators, algorithm)
 
 
 def by_sequence(parts: list[list[int]], microbatches: list[Microbatch], scores: list[np.ndarray]) -> dict[str, list[float]]:

@@ -68,7 +68,7 @@ def _scan() -> Scan:
         from numba import njit
     except ImportError:
         return scan_vectorised
-    return njit(scan_sequential)
+    return njit(scan_sequential, cache=True)
 
 
 def scan_sequential(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.algorithm import build_algorithm
-from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, OverlongSection, ReplaySection
+from megatron_rl.config.algorithm_sections import AlgorithmSection, CorrectionSection, KlSection, OverlongSection, ReplaySection
 from megatron_rl.config.sections import RunSection, TrainerSection
 from megatron_rl.controller.batcher import Batcher
 from megatron_rl.types.layout import ParallelLayout
@@ -123,6 +123,17 @@ def test_policy_and_critic_get_the_same_minibatches() -> None:
         assert members(mine) == members(theirs) and mine.denominators == theirs.denominators
         assert len(theirs.microbatches[0]) % 2 == 0
     assert sorted(np.concatenate([members(m) for m in batch.critic.minibatches[:3]]).tolist()) == list(range(12))
+
+
+def test_a_reference_on_ranks_of_its_own_gets_the_same_samples() -> None:
+    section = AlgorithmSection(loss="ppo", clip_low=0.2, clip_high=0.2, kl=KlSection(0.1))
+    own = Batcher(
+        build_algorithm(section), TrainerSection(), ParallelLayout(), RunSection(), reference_layout=ParallelLayout(dp=3)
+    )
+    batch = own.build(GROUPS, step=5)
+    assert batch is not None and batch.critic is None and batch.reference is not None
+    assert [len(m.microbatches) for m in batch.reference.minibatches] == [3]
+    assert members(batch.reference.minibatches[0]) == members(batch.policy.minibatches[0])
 
 
 def test_a_critic_beside_the_policy_gets_its_batch() -> None:

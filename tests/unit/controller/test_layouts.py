@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.config.layout_section import LayoutSection
 from megatron_rl.config.rollout_sections import EmbeddedSection, SglangSection
-from megatron_rl.config.sections import LayoutSection, RolloutSection
+from megatron_rl.config.sections import RolloutSection
 from megatron_rl.controller.experiment import UnservedError, check_engine_is_served
 from megatron_rl.controller.layouts import engine_layout, trainer_layout
 from megatron_rl.types.layout import EngineLayout, ParallelLayout

@@ -62,3 +62,28 @@ def test_a_teacher_stays() -> None:
     reference.begin_phase(filled(0.0))
     reference.end_step(filled(1.0))
     assert held_by(reference) == 9.0
+
+
+def test_a_refreshed_reference_goes_on_where_it_stopped() -> None:
+    section = ReferenceSection(refresh_interval=3, storage="cpu")
+    first = Reference(section)
+    first.begin_phase(filled(0.0))
+    for step in range(1, 5):
+        first.end_step(filled(float(step)))
+    second = Reference(section)
+    second.begin_phase(filled(-5.0))
+    second.load_state_dict(first.state_dict())
+    seen = []
+    for step in range(5, 7):
+        seen.append(held_by(second))
+        second.end_step(filled(float(step)))
+    assert [*seen, held_by(second)] == [3.0, 3.0, 6.0]
+    with pytest.raises(ValueError, match="0/a is on one side only"):
+        second.load_state_dict({name: tensor for name, tensor in first.state_dict().items() if name != "0/a"})
+
+
+def test_a_teacher_is_not_in_the_checkpoint() -> None:
+    teacher = Reference(ReferenceSection(path="teacher"), lambda: filled(9.0))
+    assert list(teacher.state_dict()) == ["num_steps"]
+    teacher.load_state_dict({"num_steps": torch.tensor(4)})
+    assert held_by(teacher) == 9.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.layout.checks import check_engine_layout, check_router_replay, check_trainer_layout
+from megatron_rl.layout.checks import check_context, check_engine_layout, check_router_replay, check_trainer_layout
 from megatron_rl.model_families.registry import FAMILIES
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 
@@ -70,3 +70,11 @@ def test_uneven_pipelines_must_add_up(split, reason):
     ((key, text),) = check_trainer_layout(MOE, ParallelLayout(pp=2, layers_per_chunk=split))
     assert key == "trainer.layout.layers_per_chunk" and reason in text
     assert check_trainer_layout(MOE, ParallelLayout(pp=3, layers_per_chunk=(2, 1, 1))) == []
+
+
+def test_a_prompt_and_its_answer_must_fit_into_the_positions():
+    assert check_context(256, 56, 200, "rollout.sampling") == []
+    ((key, reason),) = check_context(256, 56, 201, "rollout.sampling")
+    assert key == "rollout.sampling.max_new_tokens"
+    assert reason.startswith("expected at most 200 (the model has 256 positions, prompts take up to data.max_prompt_tokens=56")
+    assert "at most 0 (" in check_context(64, 80, 8, "rollout.eval_sampling")[0][1]

@@ -18,16 +18,15 @@ ROOT = Path(__file__).parents[3]
 PROBE = """
 import importlib, json, logging, sys
 import numpy as np, torch
-sys.path.insert(0, "tests/distributed")
 family_name, port, part, sections = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 lines = []
 class Keep(logging.Handler):
     def emit(self, record): lines.append(record.getMessage())
 logging.getLogger("megatron_rl").addHandler(Keep())
 logging.getLogger("megatron_rl").setLevel(logging.INFO)
-from launch import Rank
-from walk import (OptimizerSection, ParallelLayout, PolicyTrainer, SpreadSource, TrainerSection, count, debug_dims, get_family,
-    import_params, init_model_parallel, joined, pack, sequences)
+from tests.distributed.launch import Rank
+from tests.distributed.walk import (OptimizerSection, ParallelLayout, PolicyTrainer, SpreadSource, TrainerSection, count,
+    debug_dims, get_family, import_params, init_model_parallel, joined, pack, sequences)
 record = importlib.import_module(part).RECORD
 results, dims = [], debug_dims(family_name)
 with joined(Rank(0, 1, port)) as platform:
