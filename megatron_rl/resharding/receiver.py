@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatron_rl.resharding.boxes import PairTable, dtype_name, hash_boxes, total_bytes
-from megatron_rl.resharding.channel import Channel, ChannelError, accept
+from megatron_rl.resharding.channel import Channel, ChannelError, accept, end_connection
 from megatron_rl.resharding.delta import apply_delta
 from megatron_rl.resharding.digest import DIGEST_NAMES, choose_digest, new_digest
 from megatron_rl.resharding.host import describe_host
@@ -98,7 +98,7 @@ class Receiver:
             for transport in transports.values():
                 transport.close()
             self._connections.discard(connection)
-            connection.close()
+            end_connection(connection)
 
     def _answer(
         self,
