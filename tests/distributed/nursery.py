@@ -53,7 +53,6 @@ def _fork(folder: Path, rank: int) -> int:
 
 
 def _be_rank(folder: Path, rank: int) -> NoReturn:
-    status = 1
     try:
         output = os.open(folder / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -64,13 +63,12 @@ def _be_rank(folder: Path, rank: int) -> NoReturn:
         me = importlib.import_module("tests.distributed.launch").Rank(**call["me"])
         result = getattr(module, call["name"])(me, **call["kwargs"])
         (folder / f"result_{rank}.json").write_text(json.dumps(result))
-        status = 0
     except BaseException:  # noqa: BLE001 - whatever it was, the parent must see it
         traceback.print_exc()
-    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # no destructor may wait for other ranks
+        os._exit(1)  # a rank that failed must not wait for the others in a destructor
+    sys.exit(0)  # as every process ends: what it started ends with it
 
 
 def _wait(ranks: dict[int, int], timeout_s: float) -> dict[str, object]:
