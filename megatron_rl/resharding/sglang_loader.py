@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from megatron_rl.resharding.receiver import Receiver
 
 DIR_ENV = "MEGATRON_RL_RECEIVER_DIR"
 HOST_ENV = "MEGATRON_RL_RECEIVER_HOST"
+
+SWITCH_INTERVAL_S = 1e-4
+"""After how long a thread of the server hands the interpreter to a receiver that wants it. A scheduler spins while it is
+paused; with Python's 5 ms every piece that arrives would wait that long.
+"""
 
 _receivers: list[Receiver] = []
 """The receiver of this process, once it is open. It lives as long as the server."""
@@ -54,6 +60,7 @@ def open_receiver(model: torch.nn.Module, directory: Path, host: str) -> Receive
     if packed:
         raise RuntimeError(f"{packed[0]} keeps its weight packed for AMX, not in the engine layout; remove sgl_kernel")
     receiver = Receiver(dict(model.named_parameters()), key, host)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     receiver.start()
     return receiver
 

@@ -37,7 +37,9 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     monkeypatch.setenv(sglang_loader.DIR_ENV, str(path))
     monkeypatch.setattr(sglang_loader, "_receivers", [])
+    switch_interval = sys.getswitchinterval()
     yield path
+    sys.setswitchinterval(switch_interval)
     for receiver in sglang_loader._receivers:
         receiver.close()
 
@@ -47,6 +49,7 @@ def test_the_first_call_opens_a_receiver_and_later_ones_refresh(directory):
     sglang_loader.load(model, [])
     address = json.loads((directory / "receiver-3.json").read_text())
     assert address["pid"] == os.getpid() and model.refreshed == 0
+    assert sys.getswitchinterval() == pytest.approx(sglang_loader.SWITCH_INTERVAL_S), "else a busy scheduler starves it"
     channel = connect(address["host"], address["port"], KEY, timeout_s=5.0)
     assert channel.ask({"kind": "describe"})["params"] == {
         "proj.weight": [[3, 5], "float32"],

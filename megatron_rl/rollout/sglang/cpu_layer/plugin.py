@@ -6,6 +6,7 @@ its processes before anything is built.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from megatron_rl.rollout.sglang.cpu_layer.attention import batched_decode, batch
 
 CHECKED_VERSION = "0.5.23"
 _MASK_32 = 0xFFFFFFFF
+PAUSED_POLL_S = 0.002
+"""How long a paused scheduler rests before it looks for requests again."""
 
 
 def skip_host_registration(buffer: torch.Tensor, *unused: object) -> None:
@@ -69,6 +72,13 @@ def own_experts_only(original: Callable[..., Any], layer: Any, x: torch.Tensor, 
     return out.index_add_(0, token, original(layer, x[token], pairs, *args))
 
 
+def rest_while_paused(original: Callable[..., None], scheduler: Any) -> None:
+    """`--sleep-on-idle` knows no pause. A scheduler that spins takes a core from the trainer that sends to it, and the
+    interpreter's lock from the receiver beside it."""
+    original(scheduler)
+    time.sleep(PAUSED_POLL_S)
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     target: str
@@ -119,6 +129,12 @@ PATCHES = (
         "AROUND",
         batched_extend,
         "the same loop in prefill",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+        "AROUND",
+        rest_while_paused,
+        "a paused scheduler spins",
     ),
 )
 

@@ -4,7 +4,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_rl.rollout.sglang.cpu_layer.plugin import PATCHES, murmur_hash32, own_experts_only
+from megatron_rl.rollout.sglang.cpu_layer import plugin
+from megatron_rl.rollout.sglang.cpu_layer.plugin import PATCHES, murmur_hash32, own_experts_only, rest_while_paused
 
 
 def murmur3_x86_32(data: bytes) -> int:
@@ -58,6 +59,13 @@ def test_only_the_experts_of_this_rank_are_run():
     assert torch.equal(out, torch.tensor([[52.5, 105.0], [30.0, 40.0], [0.0, 0.0]]))
     none = top_k._replace(topk_ids=torch.full((3, 2), -1))
     assert torch.equal(own_experts_only(original, "layer", x, none, "config"), torch.zeros(3, 2))
+
+
+def test_a_paused_scheduler_rests_after_its_own_work(monkeypatch):
+    calls = []
+    monkeypatch.setattr(plugin.time, "sleep", lambda seconds: calls.append(seconds))
+    rest_while_paused(lambda scheduler: calls.append(scheduler), "scheduler")
+    assert calls == ["scheduler", plugin.PAUSED_POLL_S]
 
 
 def test_every_patch_has_a_reason_and_a_distinct_target():
