@@ -1,6 +1,6 @@
 """Whole GRPO steps, generation included, of this stack and of TRL's GRPOTrainer on the same machine.
 
-    python -m tests.benchmarks.end_to_end [--json] [--case smollm2] [--steps 4] [--turns 2] [--accuracy]
+    python tests/benchmarks/end_to_end.py [--json] [--case smollm2] [--steps 4] [--turns 2] [--accuracy]
 
 The first call sets up TRL in a virtual environment of its own (`.venv-trl`). Both train the same model from the same folder on
 the same prompts with the same reward, precision (bf16 compute, fp32 master weights, or all fp32), learning rate and number
@@ -32,6 +32,9 @@ from megatron_rl.controller.model_setup import build_model_setup
 from megatron_rl.data.bundle import build_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.types.rollout import Prompt
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it also runs as a file
+
 from tests.e2e.memory import peak_memory
 from tests.e2e.runs import ROOT, running
 

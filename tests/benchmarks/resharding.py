@@ -23,7 +23,9 @@ import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import time
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -32,6 +34,9 @@ import torch
 
 from megatron_rl.resharding import delta
 from megatron_rl.resharding.boxes import Box
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it also runs as a file
+
 from tests.benchmarks.megatron_refit import measure_refit
 from tests.benchmarks.resharding_ranks import CONTESTANTS, NUM_RANKS, model_dims, rank_main
 
