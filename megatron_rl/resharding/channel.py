@@ -42,11 +42,6 @@ class Channel:
         self._socket = connection
         self.peer = peer
 
-    @property
-    def local_host(self) -> str:
-        """The address of this end: what the peer is reached through."""
-        return str(self._socket.getsockname()[0])
-
     def set_timeout(self, timeout_s: float) -> None:
         """The longest that any single wait may take from now on."""
         self._socket.settimeout(timeout_s)

@@ -8,15 +8,12 @@ Both sides take turns on the same processes, from the same source model. Every r
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import secrets
-import socket
 import statistics
 import time
 import traceback
 from dataclasses import fields
-from queue import Empty
 from typing import Any
 
 import torch
@@ -43,6 +40,7 @@ from megatron_rl.trainer.model_config import plan_transformer_config
 from megatron_rl.trainer.parallel import init_distributed, init_model_parallel
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from megatron_rl.types.resharding import SyncOrder
+from tests.benchmarks.rank_processes import run_ranks, seconds_of
 from tests.benchmarks.resharding_ranks import NO_DIGEST, end_with
 
 FAMILY, LAYOUT, ENGINE, NUM_RANKS = "llama", ParallelLayout(tp=2), EngineLayout(1, 2), 2
@@ -61,38 +59,8 @@ def refit_dims(is_small: bool) -> ModelDims:
 
 def measure_refit(rounds: int, is_small: bool, deadline_s: float) -> dict[str, Any]:
     """Median seconds of each side, and how many times faster this library is. Raises TimeoutError after `deadline_s`."""
-    context = multiprocessing.get_context("fork")
-    results, barrier = context.Queue(), context.Barrier(NUM_RANKS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        context.Process(target=refit_rank, args=(rank, port, rounds, is_small, deadline_s, barrier, results), daemon=True)
-        for rank in range(NUM_RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    reports: list[dict[str, Any]] = []
-    ends_s = time.monotonic() + deadline_s
-    try:
-        for _ in ranks:
-            reports.append(results.get(timeout=max(ends_s - time.monotonic(), 0.0)))
-    except Empty:
-        raise TimeoutError(f"the ranks of Megatron's resharding did not end within {deadline_s:.0f} s") from None
-    finally:
-        for process in ranks:
-            process.join(max(ends_s - time.monotonic(), 1.0) if len(reports) == NUM_RANKS else 0.0)
-            if process.is_alive():
-                process.kill()
-    if failed := [report["error"] for report in reports if "error" in report]:
-        raise RuntimeError(failed[0])
-    seconds = {
-        name: [
-            max(r["spans"][name][i][1] for r in reports) - min(r["spans"][name][i][0] for r in reports)
-            for i in range(1, rounds + 1)
-        ]
-        for name in CONTESTANTS
-    }
+    reports = run_ranks(refit_rank, NUM_RANKS, rounds, is_small, deadline_s)
+    seconds = seconds_of(reports, CONTESTANTS, rounds)
     num_bytes = 2 * count_parameters(get_family(FAMILY), refit_dims(is_small))
     return {
         "refit_gigabytes": num_bytes / 1e9,

@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -38,43 +35,14 @@ from megatron_rl.resharding.boxes import Box
 sys.path.insert(0, str(Path(__file__).parents[2]))  # it also runs as a file
 
 from tests.benchmarks.megatron_refit import measure_refit
+from tests.benchmarks.rank_processes import run_ranks, seconds_of
 from tests.benchmarks.resharding_ranks import CONTESTANTS, NUM_RANKS, model_dims, rank_main
 
 
 def measure_syncs(rounds: int, is_small: bool, deadline_s: float) -> dict[str, Any]:
     """Seconds of every contestant per round, and whether every sync was bit-exact."""
-    context = multiprocessing.get_context("fork")  # every rank starts with torch imported
-    results, barrier = context.Queue(), context.Barrier(NUM_RANKS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        context.Process(target=rank_main, args=(rank, port, rounds, is_small, deadline_s, barrier, results), daemon=True)
-        for rank in range(NUM_RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    reports: list[dict[str, Any]] = []
-    ends_s = time.monotonic() + deadline_s
-    try:
-        for _ in ranks:
-            reports.append(results.get(timeout=max(ends_s - time.monotonic(), 0.0)))
-    except Empty:
-        raise TimeoutError(f"the ranks did not end within {deadline_s:.0f} s; raise --deadline") from None
-    finally:
-        for process in ranks:
-            process.join(max(ends_s - time.monotonic(), 1.0) if len(reports) == NUM_RANKS else 0.0)
-            if process.is_alive():
-                process.kill()
-    if failed := [report["error"] for report in reports if "error" in report]:
-        raise RuntimeError(failed[0])
-    seconds = {
-        name: [
-            max(r["spans"][name][i][1] for r in reports) - min(r["spans"][name][i][0] for r in reports)
-            for i in range(1, rounds + 1)  # the first round warms up
-        ]
-        for name in CONTESTANTS
-    }
+    reports = run_ranks(rank_main, NUM_RANKS, rounds, is_small, deadline_s)
+    seconds = seconds_of(reports, CONTESTANTS, rounds)
     return {"seconds": seconds, "bit_exact": int(all(report["bit_exact"] for report in reports))}
 
 
