@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 
 import torch
 
+_TYPICAL_ROWS = 64
+"""What kept weights are arranged for: a batch that decodes. Others are right as well."""
 _MIN_ROWS = 8
 """Below this, widening the weights costs more than it saves."""
 
@@ -36,7 +39,41 @@ def enable_fp32_products_of_bf16() -> torch.library.Library:
     return library
 
 
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape and strides of an operand."""
+_kept: dict[_Place, torch.Tensor | None] = {}
+"""Weights that lie still until the next `keep_widened`, with what `_pack` made of them once a product used them."""
+
+
+def keep_widened(weights: Iterable[torch.Tensor]) -> None:
+    """Widen these weights at their first product and keep that, until the next call; to be called when they were written.
+
+    A small batch spends longer on widening, and on arranging the weight for the processor, than on the product. Weights are
+    matrices or stacks of matrices (experts), used as by `torch.nn.functional.linear`. Costs twice their memory. Has no
+    effect without `enable_fp32_products_of_bf16`.
+    """
+    _kept.clear()
+    for weight in weights:
+        if weight.dtype is torch.bfloat16 and weight.dim() in (2, 3):
+            matrices = weight.detach()[None] if weight.dim() == 2 else weight.detach()
+            _kept.update(dict.fromkeys(_place(matrix.t()) for matrix in matrices))
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    """In fp32, blocked as oneDNN's linear layer reads it. MKL, behind `mm`, would arrange it anew for every product, which
+    takes it as long as the product with 64 rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.float(), _TYPICAL_ROWS)
+
+
+def _place(matrix: torch.Tensor) -> _Place:
+    return matrix.data_ptr(), tuple(matrix.shape), matrix.stride()
+
+
 def _matrix_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if _kept and (place := _place(right)) in _kept:
+        if (packed := _kept[place]) is None:
+            packed = _kept[place] = _pack(right.t())
+        return torch.ops.mkldnn._linear_pointwise(left.float(), packed, None, "none", [], "").to(torch.bfloat16)
     if left.dtype is torch.bfloat16 and left.shape[0] >= _MIN_ROWS:
         return torch.mm(left.float(), right.float()).to(torch.bfloat16)
     return torch.ops.aten.mm.out(left, right, out=left.new_empty((left.shape[0], right.shape[1])))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.platforms.cpu_bf16 import keep_widened
 from megatron_rl.resharding.receiver import Receiver
 
 DIR_ENV = "MEGATRON_RL_RECEIVER_DIR"
@@ -66,12 +67,13 @@ def open_receiver(model: torch.nn.Module, directory: Path, host: str) -> Receive
 
 
 def settle(model: Any) -> None:
-    """Wait for launched steps and copies, then do what the model's own `load_weights` would do last.
+    """Wait for launched steps and copies, then refresh what is derived from the weights, here and in the model.
 
     A step may still run on the device when SGLang says that it is paused (its scheduler runs ahead). Weights that are
     absorbed into others, as in MLA, are the loader's to refresh: SGLang skips it after a custom load.
     """
     torch.get_device_module(next(model.parameters()).device).synchronize()
+    keep_widened(model.parameters())
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()
 

@@ -18,6 +18,7 @@ from megatron_rl.rollout.sglang.cpu_layer.attention import batched_decode, batch
 
 CHECKED_VERSION = "0.5.23"
 _MASK_32 = 0xFFFFFFFF
+_SIGN = 1 << 31
 PAUSED_POLL_S = 0.002
 """How long a paused scheduler rests before it looks for requests again."""
 
@@ -30,30 +31,41 @@ def skip_batch_invariant_mode(*unused: object, **unused_options: object) -> None
     """Its matmuls are Triton kernels; on CPU the seeded sampler alone makes draws independent of the batch."""
 
 
+def _wrapped(x: torch.Tensor | int) -> Any:
+    """The low 32 bits, as the int32 that has them."""
+    low = (x & _MASK_32) ^ _SIGN
+    return low - _SIGN if isinstance(low, int) else (low - _SIGN).to(torch.int32)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)  # torch shifts the sign in
+
+
 def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _MASK_32
+    return _shift_right(x, 32 - bits).bitwise_or_(x.bitwise_left_shift_(bits))
+
+
+def _scramble(block: torch.Tensor) -> torch.Tensor:
+    return _rotate_left(block * _wrapped(0xCC9E2D51), 15).mul_(_wrapped(0x1B873593))
 
 
 def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    block = _rotate_left((block * 0xCC9E2D51) & _MASK_32, 15) * 0x1B873593 & _MASK_32
-    return (_rotate_left(state ^ block, 13) * 5 + 0xE6546B64) & _MASK_32
+    return _rotate_left(state ^ _scramble(block), 13).mul_(5).add_(_wrapped(0xE6546B64))
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 (Appleby, x86_32) of the 16 bytes seed [n] (8), position [n] (4), column [m] (4) -> uint32 [n, m].
 
-    Arithmetic is in int64 with a 32-bit mask, since torch has no uint32 multiplication on CPU; a product of two 32-bit
-    numbers may wrap the int64, which leaves its low 32 bits right.
+    Computed in int32, whose products wrap as they should, and in place: a row is a whole vocabulary.
     """
     seed = seed.view(torch.int64)
-    blocks = (seed & _MASK_32, (seed >> 32) & _MASK_32, positions.long() & _MASK_32)
-    state = torch.zeros_like(seed)
-    for block in blocks:
-        state = _mix(state, block)
-    state = _mix(state[:, None], (col_indices.long() & _MASK_32)[None, :]) ^ 16
-    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _MASK_32
-    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _MASK_32
-    return (state ^ (state >> 16)).to(torch.uint32)
+    state = torch.zeros(len(seed), dtype=torch.int32)
+    for block in (seed, seed >> 32, positions.long()):
+        state = _mix(state, _wrapped(block))
+    state = _mix(state[:, None], _wrapped(col_indices.long())[None, :]).bitwise_xor_(16)
+    state = state.bitwise_xor_(_shift_right(state, 16)).mul_(_wrapped(0x85EBCA6B))
+    state = state.bitwise_xor_(_shift_right(state, 13)).mul_(_wrapped(0xC2B2AE35))
+    return state.bitwise_xor_(_shift_right(state, 16)).view(torch.uint32)
 
 
 def own_experts_only(original: Callable[..., Any], layer: Any, x: torch.Tensor, topk_output: Any, *args: Any) -> Any:
