@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def walk_sync(me: Rank, *, dims: dict, family: str, layouts: list[dict], engine:
     for number, sizes in enumerate(layouts):
         split = sizes.get("layers_per_chunk")  # a list, after its way through JSON
         layout = ParallelLayout(**sizes | {"layers_per_chunk": None if split is None else tuple(split)})
-        worker = PolicyWorker(_setup(ModelDims(**dims), family, layout, _engine_layout(engine)), me.rank)
+        worker = PolicyWorker(worker_setup(ModelDims(**dims), family, layout, engine_layout_of(engine)), me.rank)
         worker.start(("127.0.0.1", me.port + number))
         commands = Commands(worker, bytes.fromhex(key_hex))
         with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +93,7 @@ def walk_sync(me: Rank, *, dims: dict, family: str, layouts: list[dict], engine:
                 results[str(sizes)] = gap
             else:
                 for round_number in range(2):
-                    _train(worker, layout, round_number)
+                    train_step(worker, layout, round_number)
                     commands.follow()
                     worker.export_part(f"{box[0]}/parts-{round_number}")
                     dist.barrier()
@@ -104,15 +105,15 @@ async def _publish_and_compare(
     commands: Commands, layout: ParallelLayout, family: str, dims: dict, engine: dict, folder: Path
 ) -> float:
     model_dims = ModelDims(**dims)
-    plan = build_reshard_plan(family, model_dims, layout, _engine_layout(engine))
-    target, addresses, close = await _engine(engine, model_dims, commands.key)
+    plan = build_reshard_plan(family, model_dims, layout, engine_layout_of(engine))
+    target, addresses, close = await open_engine(engine, model_dims, commands.key)
     section = SyncSection(timeout_s=TIMEOUT_S, bucket_bytes=50_000)
     probe = WeightProbe([TEXT, TEXT[4:]], interval=1, tolerance=1e-3)
     sync = WeightSync(plan, commands, [target], addresses, commands.key, section, probe)
     worst = 0.0
     try:
         for round_number in range(2):
-            _train(commands.worker, layout, round_number)
+            train_step(commands.worker, layout, round_number)
             version = await sync.publish()
             assert await target.policy_version() == version == round_number
             commands.done()
@@ -121,7 +122,7 @@ async def _publish_and_compare(
             fresh = folder / f"hf-{round_number}"
             merge_export(f"{folder}/parts-{round_number}", fresh, get_family(family), model_dims, torch.float32)
             scores = (await target.score([TEXT]))[0]
-            reference = _reference(fresh)
+            reference = reference_logprobs(fresh)
             assert np.isfinite(scores).all() and np.ptp(reference) > 0.1, (scores, reference)
             worst = max(worst, float(np.abs(scores - reference).max()))
     finally:
@@ -129,7 +130,7 @@ async def _publish_and_compare(
     return worst
 
 
-async def _engine(engine: dict, dims: ModelDims, key: bytes):
+async def open_engine(engine: dict, dims: ModelDims, key: bytes):
     if engine["kind"] == "sglang":
         options = {"tp_size": engine["tp"], "request_timeout_s": TIMEOUT_S, "receiver_dir": Path(engine["receiver_dir"])}
         attached = SglangEngine.attach(engine["url"], Path(engine["key_file"]), **options)
@@ -147,11 +148,11 @@ async def _engine(engine: dict, dims: ModelDims, key: bytes):
     return embedded, [receiver.address for receiver in receivers], close
 
 
-def _engine_layout(engine: dict) -> EngineLayout:
+def engine_layout_of(engine: dict) -> EngineLayout:
     return EngineLayout(tp=engine["tp"], ep=engine.get("ep", 1))
 
 
-def _train(worker: PolicyWorker, layout: ParallelLayout, seed: int) -> None:
+def train_step(worker: PolicyWorker, layout: ParallelLayout, seed: int) -> None:
     """One supervised step on random sequences, so that weights differ from the start and from round to round."""
     rng = np.random.default_rng(seed)
     samples = []
@@ -169,15 +170,16 @@ def _train(worker: PolicyWorker, layout: ParallelLayout, seed: int) -> None:
     worker.sft_step(TrainBatch((Minibatch((mine,), compute_denominators(samples)),), len(samples)))
 
 
-def _reference(folder: Path) -> np.ndarray:
+def reference_logprobs(folder: Path, token_ids: Sequence[int] = TEXT) -> np.ndarray:
+    """What transformers computes for each token given those before it, 0 for the first, on a fresh load of the folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([TEXT])
+    ids = torch.tensor([list(token_ids)])
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return np.concatenate([[0.0], logprobs.numpy()])
 
 
-def _setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_layout: EngineLayout) -> WorkerSetup:
+def worker_setup(dims: ModelDims, family: str, layout: ParallelLayout, engine_layout: EngineLayout) -> WorkerSetup:
     return WorkerSetup(
         model=ModelSetup(family, dims, None, seed=5, vocab_multiple=1),
         dtype="fp32",

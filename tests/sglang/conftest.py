@@ -96,7 +96,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(folder, model)
 
 
-LAST = {"test_weights_arrive.py": 1, "test_server_end.py": 2}
+LAST = {"test_weights_arrive.py": 1, "test_sync_in_flight.py": 2, "test_server_end.py": 3}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,8 @@ class SglangEngine:
         self._is_session_open = False
         self._released: frozenset[str] = frozenset()
         self._pause_mode = "retract"
+        self._weights = secrets.token_hex(8)
+        """Changes with every update, and is no other client's: `in_place` leaves prefixes of old weights in the cache."""
 
     @classmethod
     def attach(cls, url: str, key_file: Path, **options: Any) -> SglangEngine:
@@ -77,7 +80,7 @@ class SglangEngine:
         With any stop token, the end-of-sequence ids of the model folder stop as well. Raises EngineDeadError,
         EngineReplyError, TimeoutError, or ValueError for top-p or top-k (see `replies`).
         """
-        body = replies.build_generate_body(request, return_routing=self._routing is not None)
+        body = replies.build_generate_body(request, weights=self._weights, return_routing=self._routing is not None)
         reply = await self._client.post("/generate", body, self._request_timeout_s)
         return replies.to_segments(self.name, reply, self._routing)
 
@@ -178,6 +181,7 @@ class SglangEngine:
         if not self._is_paused:
             await self.pause(pause_mode)
         self._is_dirty = True
+        self._weights = secrets.token_hex(8)
         await self._begin_session()
         await self._call_loader(flush_cache=False)  # no step of the device reads weights any more
         raise_reported_error(self.name, self._receivers())

@@ -28,8 +28,10 @@ from megatron_rl.types.routing import RoutingShape
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
-def build_generate_body(request: GenerationRequest, *, return_routing: bool = False) -> dict[str, Any]:
+def build_generate_body(request: GenerationRequest, *, weights: str, return_routing: bool = False) -> dict[str, Any]:
     """The body of POST /generate; `return_routing` needs a server with --enable-return-routed-experts.
+
+    `weights` names the weights that the request begins with: it takes no prefix from the cache that others computed.
 
     Raises ValueError for top-p or top-k: their log-probs would not be those of the sampled distribution.
     """
@@ -38,6 +40,7 @@ def build_generate_body(request: GenerationRequest, *, return_routing: bool = Fa
         "input_ids": list(request.token_ids),
         "sampling_params": {**_sampling_params(request.sampling), "sampling_seed": _to_int64(request.seed)},
         "return_logprob": True,
+        "extra_key": weights,
         **({"return_routed_experts": True} if return_routing else {}),
     }
 

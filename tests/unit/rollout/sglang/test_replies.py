@@ -29,8 +29,9 @@ def request(seed=3, **sampling):
 
 
 def test_body():
-    body = build_generate_body(request(temperature=0.7, stop_token_ids=(2, 9)))
-    assert body["rid"] == "r-1" and body["input_ids"] == [4, 5, 6] and body["return_logprob"] is True
+    body = build_generate_body(request(temperature=0.7, stop_token_ids=(2, 9)), weights="w1")
+    assert body["rid"] == "r-1" and body["input_ids"] == [4, 5, 6]
+    assert body["extra_key"] == "w1" and body["return_logprob"] is True
     assert body["sampling_params"] == {
         "max_new_tokens": 9,
         "temperature": 0.7,
@@ -40,20 +41,20 @@ def test_body():
         "ignore_eos": False,
         "sampling_seed": 3,
     }
-    assert build_generate_body(request())["sampling_params"]["ignore_eos"] is True
+    assert build_generate_body(request(), weights="w1")["sampling_params"]["ignore_eos"] is True
     assert build_score_body([3, 1])["logprob_start_len"] == 0
 
 
 @given(st.integers(min_value=-(2**70), max_value=2**70))
 def test_seeds_fit_64_bits_and_keep_the_low_ones(seed):
-    sent = build_generate_body(request(seed=seed))["sampling_params"]["sampling_seed"]
+    sent = build_generate_body(request(seed=seed), weights="w1")["sampling_params"]["sampling_seed"]
     assert -(2**63) <= sent < 2**63 and (sent - seed) % 2**64 == 0
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
 def test_cut_distributions_are_refused_with_the_reason(cut):
     with pytest.raises(ValueError, match=r"rollout\.sampling.*full distribution"):
-        build_generate_body(request(**cut))
+        build_generate_body(request(**cut), weights="w1")
 
 
 SHAPE = RoutingShape(num_layers=3, top_k=2, num_experts=9, first_moe_layer=1)
@@ -78,8 +79,8 @@ def test_experts_go_to_the_segment_whose_tokens_they_led_to():
     assert first.experts[:, 1, 0].tolist() == [2, 3, 4, 5, 6] and second.experts[:, 1, 0].tolist() == [7, 8]
     assert set(first.experts[:, 0].ravel()) == {255}
     assert to_segments("e", make_reply())[0].experts is None
-    assert build_generate_body(request(), return_routing=True)["return_routed_experts"] is True
-    assert "return_routed_experts" not in build_generate_body(request())
+    assert build_generate_body(request(), weights="w1", return_routing=True)["return_routed_experts"] is True
+    assert "return_routed_experts" not in build_generate_body(request(), weights="w1")
 
 
 def test_experts_that_cannot_be_are_refused():
