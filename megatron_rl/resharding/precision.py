@@ -77,12 +77,12 @@ def check_block_boxes(target: PairTable, dtypes: Mapping[str, str], shapes: Mapp
 def made_boxes(sources: Sequence[Box], target: PairTable, origins: np.ndarray, dtypes: Mapping[str, str]) -> list[Box]:
     """What travels, made of the trainer's boxes: each box is quantised once, from its values rounded to bf16."""
     quantised: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    kinds = [(dtype_of(dtypes[name]), name.endswith(SCALE_SUFFIX)) for name in target.names]
     boxes = []
     for origin, number, label in zip(origins.tolist(), target.rows_N5[:, 0].tolist(), target.labels, strict=True):
-        name = target.names[number]
-        is_scale = name.endswith(SCALE_SUFFIX)
-        view, dtype = sources[origin].view, dtype_of(dtypes[name])
-        if is_scale or dtypes[name] == FP8:
+        dtype, is_scale = kinds[number]
+        view = sources[origin].view
+        if is_scale or dtype is torch.float8_e4m3fn:
             if origin not in quantised:
                 quantised[origin] = quantize_blocks(view.to(torch.bfloat16))
             view = quantised[origin][is_scale]

@@ -22,12 +22,13 @@ from megatron_rl.checkpoint.hf_shards import import_params, local_params
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import count_parameters
-from megatron_rl.resharding import digest, execute
+from megatron_rl.resharding import boxes, digest, execute
 from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.control import ReceiverControl
 from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
+from megatron_rl.resharding.transports import ipc
 from megatron_rl.resharding.verify import sources_of
 from megatron_rl.types.layout import EngineLayout, ParallelLayout, ShardInterval
 from megatron_rl.types.resharding import SyncOrder, TransferOp
@@ -261,6 +262,8 @@ def prepare_sync(
     order: list[Any] = [None]
 
     def announce() -> None:
+        # Without a digest nothing is read for one either: gathering a strided box for a hash costs as much as sending it.
+        ipc.hash_boxes = _nothing if NO_DIGEST in digests else boxes.hash_boxes
         if controls:
             order[0] = SyncOrder(secrets.token_hex(4), 1, tuple(addresses), dtypes, rank.plan.layout_digest)
             for control in controls:
@@ -339,5 +342,5 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _nothing() -> None:
+def _nothing(*unused: object) -> None:
     pass

@@ -18,14 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import Box, bytes_of, dtype_name, dtype_of, pieces, read_bytes, total_bytes, unpack
+from megatron_rl.resharding.boxes import (
+    Box,
+    bytes_of,
+    dtype_name,
+    dtype_of,
+    hash_boxes,
+    pieces,
+    read_bytes,
+    total_bytes,
+    unpack,
+)
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.cuda_ipc import MappedBuffers, StagingBuffers
 from megatron_rl.resharding.digest import Digest
 from megatron_rl.resharding.transports.protocol import NUM_BUFFERS
 from megatron_rl.resharding.transports.queued import QueuedTransport
 
-_HASHED_BYTES = 512 * 1024
+_BLOCK_BYTES = 512 * 1024
 """Copied and hashed at once: half of a core's cache, so that hashing reads no memory."""
 _share_lock = threading.Lock()
 _SharedKey = tuple[int, int, int, int]
@@ -46,9 +56,7 @@ class SharedMemoryTransport(QueuedTransport):
     def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
         header, table = describe_shared(boxes)
         self._channel.send(header, memoryview(table.tobytes()))
-        for piece in pieces(boxes, _HASHED_BYTES):
-            for data in read_bytes(piece):
-                digest.update(data)
+        hash_boxes(boxes, digest)
         self._channel.expect()  # until then the engine rank reads here
 
     def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
@@ -59,11 +67,11 @@ class SharedMemoryTransport(QueuedTransport):
         for source, target in zip(sources, boxes, strict=True):
             if source.shape != target.view.shape:
                 raise ValueError(f"a shared box {tuple(source.shape)} for a box {tuple(target.view.shape)} here")
-            rows = max(_HASHED_BYTES // (target.view.shape[1] * target.dtype.itemsize), 1)
-            for theirs, ours in zip(source.split(rows), target.view.split(rows), strict=True):
-                copy_box(theirs, ours)
-                for data in read_bytes([Box(ours, ours.dtype)]):
-                    digest.update(data)
+            rows = max(_BLOCK_BYTES // (target.view.shape[1] * target.dtype.itemsize), 1)
+            for first in range(0, len(source), rows):
+                ours = target.view[first : first + rows]
+                copy_box(source[first : first + rows], ours)
+                hash_boxes([Box(ours, ours.dtype)], digest)
         self._channel.send({"ok": True})
 
     def _open(self, header: dict[str, Any], table_N5: np.ndarray) -> list[torch.Tensor]:
@@ -96,21 +104,23 @@ def describe_shared(boxes: Sequence[Box]) -> tuple[dict[str, Any], np.ndarray]:
     Rows of the table: storage, first element, elements from row to row, rows, cols. Raises ValueError for a box whose
     columns are not side by side, OSError when /dev/shm has no room.
     """
-    numbers: dict[tuple[int, str], int] = {}
+    numbers: dict[tuple[int, torch.dtype], int] = {}
     storages: list[list[int]] = []
     dtypes: list[str] = []
     table: list[tuple[int, ...]] = []
     for view, _, _ in boxes:
-        storage, name = view.untyped_storage(), dtype_name(view.dtype)
-        if view.stride(1) != 1 and view.shape[1] > 1:
+        (num_rows, num_cols), (pitch, step) = view.shape, view.stride()
+        if step != 1 and num_cols > 1:
             raise ValueError(f"a box of shape {tuple(view.shape)} has strides {view.stride()}; expected whole rows")
-        descriptor = share(storage)
-        key = (descriptor, name)
+        storage = view.untyped_storage()
+        key = (storage.data_ptr(), view.dtype)
         if key not in numbers:
+            descriptor = share(storage)
+            key = (storage.data_ptr(), view.dtype)  # it may have moved
             numbers[key] = len(storages)
             storages.append([descriptor, os.fstat(descriptor).st_ino, storage.nbytes()])
-            dtypes.append(name)
-        table.append((numbers[key], view.storage_offset(), view.stride(0), *view.shape))
+            dtypes.append(dtype_name(view.dtype))
+        table.append((numbers[key], view.storage_offset(), pitch, num_rows, num_cols))
     header = {"kind": "shared", "pid": os.getpid(), "storages": storages, "dtypes": dtypes}
     return header, np.array(table, dtype=np.int64)
 
