@@ -50,7 +50,7 @@ class PairTable:
         is_inside_N &= (row_N + rows_N <= shapes_N2[:, 0]) & (col_N + cols_N <= shapes_N2[:, 1])
         for bad in np.flatnonzero(~is_inside_N)[:1].tolist():
             raise ValueError(f"box {self.labels[bad]} is outside of a parameter of {tuple(shapes_N2[bad].tolist())}")
-        # Many small boxes: `as_strided` costs a third of two slices, and the arithmetic here a tenth of it per box.
+        # There are many small boxes: `as_strided` costs a third of two slices.
         places = [(matrix, matrix.storage_offset(), *matrix.stride(), matrix.dtype) for matrix in matrices]
         boxes = []
         for label, (number, row, col, num_rows, num_cols) in zip(self.labels, self.rows_N5.tolist(), strict=True):
