@@ -47,7 +47,7 @@ class PairTable:
         number_N, row_N, col_N, rows_N, cols_N = self.rows_N5.T
         shapes_N2 = np.array([matrix.shape for matrix in matrices], dtype=np.int64).reshape(-1, 2)[number_N]
         is_inside_N = (np.minimum(row_N, col_N) >= 0) & (np.minimum(rows_N, cols_N) >= 1)
-        is_inside_N &= (row_N + rows_N <= shapes_N2[:, 0]) & (col_N + cols_N <= shapes_N2[:, 1])
+        is_inside_N &= (rows_N <= shapes_N2[:, 0] - row_N) & (cols_N <= shapes_N2[:, 1] - col_N)  # sums could wrap
         for bad in np.flatnonzero(~is_inside_N)[:1].tolist():
             raise ValueError(f"box {self.labels[bad]} is outside of a parameter of {tuple(shapes_N2[bad].tolist())}")
         # There are many small boxes: `as_strided` costs a third of two slices.
