@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from dataclasses import dataclass, field
@@ -100,6 +101,17 @@ def select_platform(local_rank: int = 0) -> Platform:
     if torch.cuda.is_available():
         return CudaPlatform(torch.device("cuda", local_rank % torch.cuda.device_count()))
     return CpuPlatform()
+
+
+def trim_host_heap() -> None:
+    """Give the free pages inside the C library's heap back to the system, where it is glibc.
+
+    Packed batches differ in shape from step to step, and what one leaves between long-lived blocks does not fit the next:
+    a trainer on a CPU grew by half in ten steps.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def free_cached_memory(device: torch.device) -> None:
