@@ -25,11 +25,11 @@ from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.sample_scores import ScoresBySample, with_scores
 from megatron_rl.controller.setups import WorkerSetup
+from megatron_rl.platforms.platform import HostHeap
 from megatron_rl.resharding.control import Address
 from megatron_rl.resharding.execute import SendOptions, WeightSender
 from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
-from megatron_rl.platforms.platform import trim_host_heap
 from megatron_rl.trainer.choice import annotate_choice
 from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
@@ -51,6 +51,7 @@ class PolicyWorker:
             self._first = replace(self._algorithm, needs=self._algorithm.needs - {"old_logprobs"})
         self._sender: WeightSender | None = None
         self._reference: Reference | None = None
+        self._heap = HostHeap()
         torch.set_num_threads(setup.section.num_threads)
 
     def free_address(self) -> Address:
@@ -107,7 +108,6 @@ class PolicyWorker:
         Returns the metrics, averaged over the minibatches, on rank 0 and None elsewhere.
         """
         annotated, metrics = self._annotated(batch, others or {})
-        trim_host_heap()
         steps = [
             self._policy_step(microbatches, minibatch.denominators, version, is_first=number == 0)
             for number, (microbatches, minibatch) in enumerate(zip(annotated, batch.minibatches, strict=True))
@@ -117,7 +117,7 @@ class PolicyWorker:
             metrics |= self._critic.train(annotated, batch)
         if self._reference is not None:
             self._reference.end_step(self._trainer.chunk_parameters())
-        trim_host_heap()
+        self._heap.trim()
         return metrics if self._rank == 0 else None
 
     def value_step(self, batch: TrainBatch) -> dict[str, float] | None:
