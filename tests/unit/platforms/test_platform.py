@@ -70,3 +70,16 @@ def test_a_trimmed_heap_is_smaller():
     del blocks
     assert HostHeap(slack_bytes=0).trim()
     assert platform_module._resident_bytes() < size - 150 * 2**20 and len(kept) == 40
+
+
+def test_numbers_too_small_to_compute_with_are_zero_on_every_thread() -> None:
+    code = (
+        "import torch\n"
+        "from megatron_rl.platforms.platform import CpuPlatform\n"
+        "torch.set_num_threads(2)\n"
+        "CpuPlatform().prepare_torch(torch.bfloat16)\n"
+        "tiny = torch.full((64, 4096), 1e-39)\n"
+        "assert not (torch.full((1 << 20,), 1e-30) * 1e-9).any(), 'element by element'\n"
+        "assert not (tiny @ torch.ones(4096, 64)).any(), 'as a product'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -167,5 +167,6 @@ def register() -> None:
         HookRegistry.register(patch.target, patch.hook, HookType[patch.kind])
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    torch.set_flush_denormal(True)  # as in the trainer: softmax over a large vocabulary is full of them
     if lacks_bf16_units():
         enable_fp32_products_of_bf16()  # as the trainer does; three times faster than the emulated ones
