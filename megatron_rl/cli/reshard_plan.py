@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if config.cluster.placement == "colocated":
             network = replace(network, is_colocated=True)
         start = time.perf_counter()
-        plan = plan_experiment(loaded, config, relay=args.relay)
+        plan = plan_experiment(loaded, config, relay=args.relay or config.sync.relay)
         plan_s = time.perf_counter() - start
         dtype = config.rollout.embedded.dtype if config.rollout.engine == "embedded" else config.model.dtype
         width = 4 if dtype == "fp32" else 2

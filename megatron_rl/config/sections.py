@@ -238,6 +238,9 @@ class SyncSection:
     not hold the version before); 1: always whole. Trainer ranks keep what they sent, 2 bytes per weight."""
     bucket_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 300.0
+    relay: bool = False
+    """Trainers send every slice to one engine only, engines pass it on around a ring: for many engines, where sending
+    decides (`reshard-plan --relay` compares)."""
     pause_mode: Literal["retract", "in_place", "abort"] | None = None
     """What becomes of running samples: `retract` drops their KV cache, `in_place` keeps it, `abort` hands them back to the
     controller, which may resume them on another engine. None: by `rollout.partial.kv`."""

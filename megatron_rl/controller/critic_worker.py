@@ -21,7 +21,7 @@ from megatron_rl.controller.sample_scores import ScoresBySample, scores_by_sampl
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.model_families.value_model import value_model_of
 from megatron_rl.platforms.platform import Platform, select_platform
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.parallel import destroy_distributed, init_distributed, init_model_parallel
 from megatron_rl.trainer.token_advantages import add_token_advantages

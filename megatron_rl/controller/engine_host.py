@@ -12,7 +12,7 @@ from megatron_rl.controller.interfaces import free_address, see_devices
 from megatron_rl.controller.request_stream import Answer, RequestDesk
 from megatron_rl.controller.setups import EngineSetup
 from megatron_rl.controller.started_engine import SharingEngine, StartedEngine
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion
 
 ENGINES: dict[str, str] = {

@@ -39,7 +39,7 @@ from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.data.bundle import DataBundle, build_data, sft_pairs
 from megatron_rl.data.curriculum_sampler import CurriculumSampler
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.rollout.collector import Collector
 from megatron_rl.rollout.generate.function import load_function
@@ -324,6 +324,7 @@ class Experiment:
             self._layout,
             self._engine_layout,
             trainer_vocab_multiple=self._model.vocab_multiple,
+            relay=self._config.sync.relay,
         )
 
     def _capacities(self) -> list[int]:

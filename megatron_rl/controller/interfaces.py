@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 
 
 def free_address(interface: str) -> Address:

@@ -26,8 +26,9 @@ from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.sample_scores import ScoresBySample, with_scores
 from megatron_rl.controller.setups import WorkerSetup
 from megatron_rl.platforms.platform import HostHeap
-from megatron_rl.resharding.control import Address
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.box_sender import SendOptions
+from megatron_rl.resharding.channel import Address
+from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.ownership import check_held
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.trainer.choice import annotate_choice
@@ -141,6 +142,7 @@ class PolicyWorker:
             setup.engine_layout,
             spec=self._spec,
             trainer_vocab_multiple=setup.model.vocab_multiple,
+            relay=setup.sync.relay,
         )
         chunks = self._trainer.chunk_parameters()
         held = {SourceParam(n, name): tuple(p.shape) for n, chunk in enumerate(chunks) for name, p in chunk.items()}

@@ -15,7 +15,7 @@ from megatron_rl.controller.critic_worker import join
 from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.sample_scores import ScoresBySample, scores_by_sample
 from megatron_rl.controller.setups import WorkerSetup
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 from megatron_rl.trainer.parallel import destroy_distributed
 from megatron_rl.trainer.policy import PolicyTrainer
 from megatron_rl.types.training import Microbatch, TrainBatch

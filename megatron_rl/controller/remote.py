@@ -13,7 +13,7 @@ from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.controller.batcher import StepBatch, share_of
 from megatron_rl.controller.request_stream import RequestStream
 from megatron_rl.layout.coords import coords_of
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 from megatron_rl.types.layout import ParallelLayout
 from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import EngineLoad, GenerationRequest, PolicyVersion, RolloutSegment

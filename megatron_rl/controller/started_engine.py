@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.resharding.control import Address
+from megatron_rl.resharding.channel import Address
 from megatron_rl.types.protocols import GenerationEngine
 from megatron_rl.types.rollout import EngineLoad
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -13,9 +15,11 @@ import numpy as np
 from megatron_rl.config.sections import SyncSection
 from megatron_rl.controller.probe import ScoringTrainers, WeightProbe
 from megatron_rl.controller.started_engine import ScoringEngine
-from megatron_rl.resharding.control import Address, ReceiverControl
+from megatron_rl.resharding.channel import Address
+from megatron_rl.resharding.control import ReceiverControl
+from megatron_rl.resharding.hops import Hop, relay_rounds, sources_of
 from megatron_rl.resharding.plan import ReshardPlan
-from megatron_rl.resharding.verify import SyncError, check_digests, check_receiver, sources_of
+from megatron_rl.resharding.verify import SyncError, check_digests, check_receiver
 from megatron_rl.types.resharding import ShardDigest, SyncOrder
 from megatron_rl.types.rollout import PolicyVersion
 
@@ -82,6 +86,8 @@ class WeightSync:
         self._section, self._probe, self._handover = section, probe, handover or NoHandover()
         self._addresses = tuple(addresses)
         self._receivers = [ReceiverControl(r, a, key, section.timeout_s) for r, a in enumerate(addresses)]
+        # All at once: asyncio's own pool follows the controller's cores, not the engines.
+        self._threads = ThreadPoolExecutor(max_workers=len(addresses), thread_name_prefix="weight-sync")
         self._dtypes: Mapping[str, str] | None = None
         self._next_version = 0
         self._pause_mode: str = section.pause_mode or "retract"
@@ -140,15 +146,21 @@ class WeightSync:
         await asyncio.gather(*(engine.load_weights({"phase": "begin"}) for engine in self._engines))
 
     async def _transfer(self, sync: str, version: PolicyVersion, *, is_staged: bool) -> None:
-        """Every slice to its place; raises SyncError unless all engine ranks hold exactly what the trainers sent."""
+        """Every slice to its place; raises SyncError unless all engine ranks hold exactly what was sent to them."""
         if self._dtypes is None:
             self._dtypes = await self._check_receivers()
         sources = [sources_of(self._plan, rank) for rank in range(len(self._receivers))]
         await self._ask_all(lambda r: r.begin(sync, version, sources[r.target_rank], is_staged=is_staged))
         order = SyncOrder(sync, version, self._addresses, self._dtypes, self._plan.layout_digest)
         sent = await self._senders.send_weights(order)
+        for hops in relay_rounds(self._plan, self._dtypes):
+            sent += await self._at_once([partial(self._relay, order, hop) for hop in hops])
         received = await self._ask_all(lambda receiver: receiver.finish(sync))
         check_digests(self._plan, sent, received)
+
+    def _relay(self, order: SyncOrder, hop: Hop) -> ShardDigest:
+        address, receiver = self._addresses[hop.target_rank], self._receivers[hop.source_rank]
+        return receiver.relay(order.sync, order.version, hop, address, self._section.bucket_bytes)
 
     async def _check_receivers(self) -> Mapping[str, str]:
         described = await self._ask_all(lambda receiver: receiver.describe())
@@ -167,4 +179,8 @@ class WeightSync:
             raise
 
     async def _ask_all(self, question: Callable[[ReceiverControl], T]) -> list[T]:
-        return await asyncio.gather(*(asyncio.to_thread(question, receiver) for receiver in self._receivers))
+        return await self._at_once([partial(question, receiver) for receiver in self._receivers])
+
+    async def _at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(self._threads, call) for call in calls))

@@ -53,8 +53,8 @@ class CpuPlatform:
     backend: str = "gloo"
 
     def prepare_torch(self, dtype: torch.dtype) -> None:
-        # A sharp policy's softmax is full of numbers below 1e-38, and a product with those takes a hundred times as long:
-        # SmolLM2's training phase took 5 s, then 16. Threads inherit the setting, so it comes before the first kernel.
+        # A sharp policy's softmax over a large vocabulary holds numbers below 1e-38, and a product with many of those takes
+        # sixty times as long. Threads inherit the setting, so it comes before the first kernel.
         torch.set_flush_denormal(True)
         if dtype is torch.bfloat16 and lacks_bf16_units():
             enable_fp32_products_of_bf16()
@@ -111,8 +111,8 @@ class HostHeap:
     """Keeps a process from growing by what the C library's heap holds back (glibc; elsewhere it does nothing).
 
     Packed batches differ in shape from step to step, and what one leaves between long-lived blocks does not fit the next:
-    a trainer on a CPU grew by half in ten steps. Pages that are given back cost a fault each when they are used again, a
-    dear one inside a virtual machine that hands them to its host: so they stay until `slack_bytes` have gathered.
+    a trainer on a CPU grew by half in ten steps. Pages that are given back cost a fault each when they are used again, so
+    they stay until `slack_bytes` have gathered.
     """
 
     def __init__(self, slack_bytes: int = 1280 * 1024 * 1024) -> None:

@@ -1,20 +1,17 @@
-"""Boxes of parameters as views and as bytes: what one (trainer rank, engine rank) pair moves, in order."""
+"""Boxes of parameters: what one (trainer rank, engine rank) pair moves, in order. As columns for all, as views for one.
+
+Shape suffixes: M matrices, N boxes, P parts of boxes.
+"""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
-
-from megatron_rl.resharding.digest import Digest
-
-_HASHED_BYTES = {"cuda": 4 * 1024 * 1024, "cpu": 512 * 1024}
-"""Hashed at once. From a GPU that is one copy; a strided box of host memory is copied into half of a core's cache."""
 
 
 class Box(NamedTuple):
@@ -28,10 +25,107 @@ class Box(NamedTuple):
     def num_bytes(self) -> int:
         return self.view.numel() * self.dtype.itemsize
 
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """2-D tensors [rows, cols], the dtypes in which their values travel, and where they lie."""
+
+    tensors: Sequence[torch.Tensor]
+    dtypes: Sequence[torch.dtype]
+
+    @cached_property
+    def travel_size_M(self) -> np.ndarray:
+        """Bytes of an element on its way."""
+        return np.array([dtype.itemsize for dtype in self.dtypes], dtype=np.int64)
+
+    @cached_property
+    def are_in_place(self) -> bool:
+        """Whether what travels lies in host memory as it is, row by row."""
+        return all(
+            tensor.device.type == "cpu" and tensor.dtype == dtype and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
+            for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)
+        )
+
+    @cached_property
+    def places_M3(self) -> np.ndarray:
+        """Address, bytes from row to row and bytes of an element, as they lie."""
+        places = [(t.data_ptr(), t.stride(0) * t.element_size(), t.element_size()) for t in self.tensors]
+        return np.array(places, dtype=np.int64).reshape(-1, 3)
+
+
+class Extents(NamedTuple):
+    """Where boxes lie in host memory, in bytes."""
+
+    address_N: np.ndarray
+    num_rows_N: np.ndarray
+    row_bytes_N: np.ndarray
+    pitch_N: np.ndarray
+
     @property
-    def is_plain(self) -> bool:
-        """Whether the bytes that travel lie in host memory, in one piece, as they are."""
-        return self.view.dtype == self.dtype and self.view.is_contiguous() and self.view.device.type == "cpu"
+    def is_whole_N(self) -> np.ndarray:
+        """Which boxes lie in one piece."""
+        return (self.pitch_N == self.row_bytes_N) | (self.num_rows_N == 1)
+
+
+class Boxes(Sequence[Box]):
+    """The boxes of one pair, in the order of their bytes; `rows_N5[i]` is (index into matrices, row, col, rows, cols)."""
+
+    def __init__(self, matrices: Matrices, rows_N5: np.ndarray, labels: Sequence[str]) -> None:
+        self.matrices, self.rows_N5, self.labels = matrices, rows_N5, labels
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> Boxes:
+        """The same boxes, each a matrix of its own if they are only views."""
+        if isinstance(boxes, cls):
+            return boxes
+        rows = [(number, 0, 0, *box.view.shape) for number, box in enumerate(boxes)]
+        matrices = Matrices([box.view for box in boxes], [box.dtype for box in boxes])
+        return cls(matrices, np.array(rows, dtype=np.int64).reshape(-1, 5), [box.label for box in boxes])
+
+    def __len__(self) -> int:
+        return len(self.rows_N5)
+
+    @overload
+    def __getitem__(self, index: int) -> Box: ...
+    @overload
+    def __getitem__(self, index: slice) -> Boxes: ...
+    def __getitem__(self, index: int | slice) -> Box | Boxes:
+        if isinstance(index, slice):
+            return Boxes(self.matrices, self.rows_N5[index], self.labels[index])
+        number, row, col, num_rows, num_cols = self.rows_N5[index].tolist()
+        matrix = self.matrices.tensors[number]
+        view = matrix[row : row + num_rows, col : col + num_cols]
+        return Box(view, self.matrices.dtypes[number], self.labels[index])
+
+    @cached_property
+    def num_bytes_N(self) -> np.ndarray:
+        """The bytes of each that travel."""
+        return self.rows_N5[:, 3] * self.rows_N5[:, 4] * self.matrices.travel_size_M[self.rows_N5[:, 0]]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first: all boxes of a pair lie on one."""
+        return self.matrices.tensors[self.rows_N5[0, 0]].device
+
+    @property
+    def extents(self) -> Extents:
+        """Where they lie; of use for host memory whose columns are side by side."""
+        number_N, row_N, col_N, num_rows_N, num_cols_N = self.rows_N5.T
+        address_N, pitch_N, size_N = self.matrices.places_M3[number_N].T
+        return Extents(address_N + row_N * pitch_N + col_N * size_N, num_rows_N, num_cols_N * size_N, pitch_N)
+
+    def split(self, max_bytes: int) -> Boxes:
+        """The same bytes; a box of more than `max_bytes` is several, cut between rows."""
+        num_rows_N = self.rows_N5[:, 3]
+        row_bytes_N = self.num_bytes_N // num_rows_N
+        most_rows_N = np.where(self.num_bytes_N > max_bytes, np.maximum(max_bytes // row_bytes_N, 1), num_rows_N)
+        num_parts_N = -(-num_rows_N // most_rows_N)
+        box_P = np.repeat(np.arange(len(self)), num_parts_N)
+        skipped_P = (np.arange(len(box_P)) - np.repeat(np.cumsum(num_parts_N) - num_parts_N, num_parts_N)) * most_rows_N[box_P]
+        rows_P5 = self.rows_N5[box_P]
+        rows_P5[:, 1] += skipped_P
+        rows_P5[:, 3] = np.minimum(most_rows_N[box_P], rows_P5[:, 3] - skipped_P)
+        return Boxes(self.matrices, rows_P5, [self.labels[i] for i in box_P.tolist()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +135,8 @@ class PairTable:
     names: tuple[Any, ...]
     rows_N5: np.ndarray
 
-    def resolve(self, params: Mapping[Any, torch.Tensor]) -> list[Box]:
-        """The boxes as views of `params`. Raises KeyError for an unknown name, ValueError outside of a parameter."""
+    def resolve(self, params: Mapping[Any, torch.Tensor]) -> Boxes:
+        """The boxes in `params`. Raises KeyError for an unknown name, ValueError outside of a parameter."""
         matrices = [as_matrix(params[name]) for name in self.names]
         number_N, row_N, col_N, rows_N, cols_N = self.rows_N5.T
         shapes_N2 = np.array([matrix.shape for matrix in matrices], dtype=np.int64).reshape(-1, 2)[number_N]
@@ -50,14 +144,7 @@ class PairTable:
         is_inside_N &= (rows_N <= shapes_N2[:, 0] - row_N) & (cols_N <= shapes_N2[:, 1] - col_N)  # sums could wrap
         for bad in np.flatnonzero(~is_inside_N)[:1].tolist():
             raise ValueError(f"box {self.labels[bad]} is outside of a parameter of {tuple(shapes_N2[bad].tolist())}")
-        # There are many small boxes: `as_strided` costs a third of two slices.
-        places = [(matrix, matrix.storage_offset(), *matrix.stride(), matrix.dtype) for matrix in matrices]
-        boxes = []
-        for label, (number, row, col, num_rows, num_cols) in zip(self.labels, self.rows_N5.tolist(), strict=True):
-            matrix, first, pitch, step, dtype = places[number]
-            view = matrix.as_strided((num_rows, num_cols), (pitch, step), first + row * pitch + col * step)
-            boxes.append(Box(view, dtype, label))
-        return boxes
+        return Boxes(Matrices(matrices, [matrix.dtype for matrix in matrices]), self.rows_N5, self.labels)
 
     @cached_property
     def labels(self) -> list[str]:
@@ -75,100 +162,21 @@ def as_matrix(param: torch.Tensor) -> torch.Tensor:
     return matrix.unsqueeze(1) if matrix.ndim == 1 else matrix.view(-1, matrix.shape[-1])
 
 
-def pieces(boxes: Sequence[Box], max_bytes: int) -> Iterator[list[Box]]:
+def pieces(boxes: Sequence[Box], max_bytes: int) -> Iterator[Boxes]:
     """Consecutive boxes in pieces of at most `max_bytes`; a larger box is split by rows, a single row never."""
-    piece: list[Box] = []
-    filled = 0
-    for box in boxes:
-        row_bytes = box.view.shape[1] * box.dtype.itemsize
-        for part in box.view.split(max(max_bytes // row_bytes, 1)) if box.num_bytes > max_bytes else (box.view,):
-            num_bytes = part.shape[0] * row_bytes
-            if piece and filled + num_bytes > max_bytes:
-                yield piece
-                piece, filled = [], 0
-            piece.append(box._replace(view=part))
-            filled += num_bytes
-    if piece:
-        yield piece
+    parts = Boxes.of(boxes).split(max_bytes)
+    first = filled = 0
+    for number, num_bytes in enumerate(parts.num_bytes_N.tolist()):
+        if number > first and filled + num_bytes > max_bytes:
+            yield parts[first:number]
+            first, filled = number, 0
+        filled += num_bytes
+    if len(parts):
+        yield parts[first:]
 
 
 def total_bytes(boxes: Sequence[Box]) -> int:
-    return sum(box.num_bytes for box in boxes)
-
-
-def bytes_of(view: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, to be read or written."""
-    return _memory(view, view.numel() * view.element_size())
-
-
-def spans_of(boxes: Sequence[Box]) -> list[memoryview]:
-    """The memory of plain boxes; boxes that lie one after another in memory become one span. Boxes outlive their spans."""
-    runs: list[tuple[torch.Tensor, int]] = []  # first view, number of bytes
-    end = 0
-    for box in boxes:
-        address, num_bytes = box.view.data_ptr(), box.num_bytes
-        if runs and address == end:
-            runs[-1] = (runs[-1][0], runs[-1][1] + num_bytes)
-        else:
-            runs.append((box.view, num_bytes))
-        end = address + num_bytes
-    return [_memory(view, num_bytes) for view, num_bytes in runs]
-
-
-def _memory(owner: torch.Tensor, num_bytes: int) -> memoryview:
-    """Bytes from where `owner` begins; it is kept as long as they are. A quarter of the time that numpy's view takes."""
-    memory = (ctypes.c_ubyte * num_bytes).from_address(owner.data_ptr())
-    memory.owner = owner  # type: ignore[attr-defined]
-    return memoryview(memory)
-
-
-def pack(boxes: Sequence[Box], staging: torch.Tensor) -> torch.Tensor:
-    """Write the boxes' values, cast to the dtypes in which they travel, one after another into host bytes `staging`.
-
-    Returns the filled part. Boxes on a GPU are joined there first: one copy to the host instead of one per box.
-    """
-    if boxes and boxes[0].view.is_cuda:
-        joined = join(boxes)
-        staging[: joined.numel()].copy_(joined, non_blocking=True)
-        torch.cuda.current_stream(joined.device).synchronize()
-        return staging[: joined.numel()]
-    offset = 0
-    for box in boxes:
-        part = staging[offset : offset + box.num_bytes].view(box.dtype).view(box.view.shape)
-        part.copy_(box.view)
-        offset += box.num_bytes
-    return staging[:offset]
-
-
-def unpack(values: torch.Tensor, boxes: Sequence[Box]) -> None:
-    """The inverse of `pack`: flat bytes into the boxes. `values` may lie on any device, aligned to the boxes' dtypes."""
-    if boxes and boxes[0].view.is_cuda and not values.is_cuda:
-        values = values.to(boxes[0].view.device, non_blocking=True)
-    offset = 0
-    for box in boxes:
-        box.view.copy_(values[offset : offset + box.num_bytes].view(box.dtype).view(box.view.shape))
-        offset += box.num_bytes
-
-
-def join(boxes: Sequence[Box]) -> torch.Tensor:
-    """The boxes' bytes as one flat tensor on their device."""
-    return torch.cat([box.view.to(box.dtype).reshape(-1).view(torch.uint8) for box in boxes])
-
-
-def read_bytes(boxes: Sequence[Box]) -> Iterator[memoryview]:
-    """The boxes' bytes as they stand in memory now, for hashing. From a GPU they come in one copy."""
-    if boxes and boxes[0].view.is_cuda:
-        yield bytes_of(join(boxes).cpu())
-        return
-    for box in boxes:
-        yield bytes_of(box.view.to(box.dtype).contiguous())
-
-
-def hash_boxes(boxes: Sequence[Box], digest: Digest) -> None:
-    """`digest` sees the boxes' bytes in order, as they stand in memory now."""
-    for piece in pieces(boxes, _HASHED_BYTES[boxes[0].view.device.type] if boxes else 1):
-        for data in read_bytes(piece):
-            digest.update(data)
+    return int(Boxes.of(boxes).num_bytes_N.sum())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,16 +14,22 @@ import secrets
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+
+from megatron_rl.resharding.vectored import receive_all, send_all
+
+Address = tuple[str, int]
+"""Interface and port of a receiver."""
 
 _PREFIX = struct.Struct("!IQ")  # header bytes, payload bytes
 _NONCE_BYTES = 32
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
 _REFUSE_S, _REFUSE_BYTES = 5.0, 1024 * 1024
-_MAX_SPANS = 512
-"""Spans per system call; Linux takes 1024."""
+_LOCAL_BUFFER_BYTES = 256 * 1024
+"""Of a connection within one machine: what the sender copied in is still in the core's cache when it is copied out."""
 
 
 class ChannelError(ConnectionError):
@@ -35,30 +41,36 @@ class PeerRefusedError(ChannelError):
 
 
 class Channel:
-    """One authenticated connection. Every call is bounded by the socket's timeout. One
-    thread at a time in each direction."""
+    """One authenticated connection. No wait lasts longer than the timeout. One thread at a time in each direction."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
         self._socket = connection
         self.peer = peer
+        self.set_timeout(timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """The longest that any single wait may take from now on."""
-        self._socket.settimeout(timeout_s)
+        """The longest that any single wait may take from now on. The kernel keeps it: a call moves all that it can."""
+        self._timeout_s = timeout_s
+        self._socket.settimeout(None)
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
         self.send_header(header, len(payload))
-        if len(payload):
-            self.send_spans([memoryview(payload)])
+        with self._reporting():
+            self._socket.sendall(payload)
 
     def send_header(self, header: dict[str, Any], payload_bytes: int) -> None:
         """Announce a payload that `send_spans` will carry."""
         encoded = json.dumps(header, separators=(",", ":")).encode()
-        self.send_spans([memoryview(_PREFIX.pack(len(encoded), payload_bytes) + encoded)])
+        with self._reporting():
+            self._socket.sendall(_PREFIX.pack(len(encoded), payload_bytes) + encoded)
 
-    def send_spans(self, spans: Sequence[memoryview]) -> None:
-        """Bytes of a payload, straight from where they lie."""
-        self._each_batch(spans, self._socket.sendmsg)
+    def send_spans(self, spans_S2: np.ndarray) -> None:
+        """Bytes of a payload, straight from where they lie: (address, bytes) of each span."""
+        with self._reporting():
+            send_all(self._socket, spans_S2)
 
     def receive(self) -> tuple[dict[str, Any], bytearray]:
         """The next message. Raises ChannelError when the peer closes the connection or stays silent too long."""
@@ -74,9 +86,11 @@ class Channel:
             raise ChannelError(f"{self.peer}: header of {header_bytes} bytes; not a peer of this protocol")
         return json.loads(bytes(self._read(header_bytes))), payload_bytes
 
-    def receive_into(self, spans: Sequence[memoryview]) -> None:
-        """Bytes of a payload, straight to where they belong."""
-        self._each_batch(spans, lambda batch: self._socket.recvmsg_into(batch)[0])
+    def receive_into(self, spans_S2: np.ndarray) -> None:
+        """Bytes of a payload, straight to where they belong: (address, bytes) of each span."""
+        with self._reporting():
+            if not receive_all(self._socket, spans_S2):
+                raise ChannelError(f"{self.peer}: closed the connection")
 
     def ask(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> dict[str, Any]:
         """Send and wait for the answer. Raises ChannelError with the peer's own line when it reports an error."""
@@ -117,7 +131,7 @@ class Channel:
         """Answer with an error that the peer will read even while it sends: its bytes are taken in for a short while."""
         self.send({"error": line})
         deadline = time.monotonic() + _REFUSE_S
-        self._socket.settimeout(_REFUSE_S)
+        self.set_timeout(_REFUSE_S)
         with contextlib.suppress(OSError):  # it went away, or goes on sending: the line was said
             self._socket.shutdown(socket.SHUT_WR)
             while self._socket.recv(_REFUSE_BYTES) and time.monotonic() < deadline:
@@ -131,26 +145,25 @@ class Channel:
 
     def _read(self, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
-        self.receive_into([memoryview(buffer)])
+        left = memoryview(buffer)
+        with self._reporting():
+            while len(left):
+                received = self._socket.recv_into(left, 0, socket.MSG_WAITALL)
+                if received == 0:
+                    raise ChannelError(f"{self.peer}: closed the connection")
+                left = left[received:]
         return buffer
 
-    def _each_batch(self, spans: Sequence[memoryview], move: Callable[[list[memoryview]], int]) -> None:
-        """Move all spans, as many in one call as the kernel takes. Raises ChannelError when the connection fails."""
-        waiting = deque(span for span in spans if len(span))
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Whatever happens to the connection is a ChannelError."""
         try:
-            while waiting:
-                moved = move([waiting[i] for i in range(min(len(waiting), _MAX_SPANS))])
-                if moved == 0:
-                    raise ChannelError(f"{self.peer}: closed the connection")
-                while waiting and moved >= len(waiting[0]):
-                    moved -= len(waiting.popleft())
-                if moved:
-                    waiting[0] = waiting[0][moved:]
-        except TimeoutError:
-            raise ChannelError(f"{self.peer}: nothing moved within {self._socket.gettimeout():.0f} s") from None
+            yield
+        except ChannelError:
+            raise
+        except BlockingIOError:
+            raise ChannelError(f"{self.peer}: nothing moved within {self._timeout_s:.0f} s") from None
         except OSError as error:
-            if isinstance(error, ChannelError):
-                raise
             raise ChannelError(f"{self.peer}: connection lost ({error})") from error
 
 
@@ -169,8 +182,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float) -> Channel:
         connection = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
         raise ChannelError(f"{peer}: cannot connect ({error})") from error
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel = Channel(connection, peer)
+    channel = _open(connection, peer, timeout_s)
     try:
         own = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(own)
@@ -187,9 +199,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float) -> Channel:
 
 def accept(connection: socket.socket, peer: str, key: bytes, timeout_s: float) -> Channel:
     """The receiving half of `connect`. Raises ChannelError, after closing, when the peer does not know the key."""
-    connection.settimeout(timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel = Channel(connection, peer)
+    channel = _open(connection, peer, timeout_s)
     try:
         other = bytes(channel._read(_NONCE_BYTES))
         own = secrets.token_bytes(_NONCE_BYTES)
@@ -202,6 +212,14 @@ def accept(connection: socket.socket, peer: str, key: bytes, timeout_s: float) -
         connection.close()
         raise
     return channel
+
+
+def _open(connection: socket.socket, peer: str, timeout_s: float) -> Channel:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.getsockname()[0] == connection.getpeername()[0]:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _LOCAL_BUFFER_BYTES)
+    return Channel(connection, peer, timeout_s)
 
 
 def _proof(key: bytes, role: bytes, sender_nonce: bytes, receiver_nonce: bytes) -> bytes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.resharding.channel import Channel, ChannelError, PeerRefusedError, connect
+from megatron_rl.resharding.channel import Address, Channel, ChannelError, PeerRefusedError, connect
+from megatron_rl.resharding.hops import Hop
 from megatron_rl.types.resharding import ShardDigest
 
-Address = tuple[str, int]
 ParamTable = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -36,6 +36,16 @@ class ReceiverControl:
         digests = {int(source): digest for source, digest in answer["digests"].items()}
         return ShardDigest(target_rank=self.target_rank, num_elements=answer["num_elements"], digests=digests)
 
+    def relay(self, sync: str, version: int, hop: Hop, address: Address, bucket_bytes: int) -> ShardDigest:
+        """Let this engine rank pass boxes on to its neighbour at `address`; what arrived there, as both ends saw it."""
+        question = {
+            "kind": "relay", "sync": sync, "version": version, "who": f"engine rank {hop.source_rank}", "number": hop.number,
+            "needs": hop.needs, "target": hop.target_rank, "to": address, "names": hop.table.names,
+            "bucket_bytes": bucket_bytes, "timeout_s": self._timeout_s,
+        }  # fmt: skip
+        digest = self._ask(question, hop.table.rows_N5.tobytes())["digest"]
+        return ShardDigest(hop.target_rank, hop.table.num_elements, {hop.number: digest})
+
     def apply(self, sync: str) -> None:
         """Bring what was staged into the parameters; the engine must be paused."""
         self._ask({"kind": "apply", "sync": sync})
@@ -45,11 +55,11 @@ class ReceiverControl:
             self._channel.close()
         self._channel = None
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, question: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
         """On the kept connection; on a new one when that has gone since the last question."""
         if self._channel is not None:
             try:
-                return self._channel.ask(question)
+                return self._channel.ask(question, payload)
             except PeerRefusedError:
                 self.close()
                 raise
@@ -57,7 +67,7 @@ class ReceiverControl:
                 self.close()
         self._channel = connect(*self.address, self._key, self._timeout_s)
         try:
-            return self._channel.ask(question)
+            return self._channel.ask(question, payload)
         except ChannelError:
             self.close()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -27,7 +27,7 @@ class IncomingUpdate:
 
     @contextlib.contextmanager
     def writing(self, source: int, interrupt: Callable[[], None]) -> Iterator[None]:
-        """The time in which a trainer rank's slices are written; `interrupt` makes it end early.
+        """The time in which a source's slices are written; `interrupt` makes it end early.
 
         Raises ValueError when the rank may not write (again) here. Whatever ends it by an exception breaks the update.
         """
@@ -35,12 +35,12 @@ class IncomingUpdate:
             if self._is_closed:
                 raise ValueError(f"version {self.version}: another sync has begun")
             if source not in self.sources or source in self._writing or source in self.digests:
-                raise ValueError(f"trainer rank {source} may not open here; expected once each: {sorted(self.sources)}")
+                raise ValueError(f"source {source} may not open here; expected once each: {sorted(self.sources)}")
             self._writing[source] = interrupt
         try:
             yield
         except BaseException as error:
-            self.break_with(f"trainer rank {source}: {error}")
+            self.break_with(f"source {source}: {error}")
             raise
         finally:
             with self._changed:
@@ -57,12 +57,16 @@ class IncomingUpdate:
             self._broken = self._broken or reason
 
     def require_whole(self) -> None:
-        """Raises ValueError when a trainer rank has not ended, or one failed."""
-        missing = sorted(self.sources - set(self.digests))
+        """Raises ValueError when a source has not ended, or one failed."""
         if self._broken is not None:
             raise ValueError(f"version {self.version} is incomplete: {self._broken}")
+        self.require(self.sources)
+
+    def require(self, sources: Collection[int]) -> None:
+        """Raises ValueError when one of these has not ended."""
+        missing = sorted(set(sources) - set(self.digests))
         if missing:
-            raise ValueError(f"version {self.version} is incomplete: no end from trainer ranks {missing}")
+            raise ValueError(f"version {self.version} is incomplete: no end from sources {missing}")
 
     def close(self) -> None:
         """Interrupt whoever writes and wait for them: after this nobody writes for this sync."""
@@ -71,4 +75,4 @@ class IncomingUpdate:
             for interrupt in self._writing.values():
                 interrupt()
             if not self._changed.wait_for(lambda: not self._writing, CLOSE_TIMEOUT_S):
-                raise ValueError(f"version {self.version}: trainer ranks {sorted(self._writing)} do not stop writing")
+                raise ValueError(f"version {self.version}: sources {sorted(self._writing)} do not stop writing")

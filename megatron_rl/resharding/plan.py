@@ -123,6 +123,11 @@ class ReshardPlan:
                 source_rank=source_rank, source=SourceParam(0, name), target_rank=target_rank, target=name, **numbers
             )
 
+    def columns_into(self, target_rank: int) -> dict[str, np.ndarray]:
+        """The rows of `columns` that one engine rank receives from trainer ranks."""
+        chosen = np.flatnonzero(self.spans.columns["target_rank"] == target_rank)
+        return _sorted_columns(expand(self.boxes, self.spans.columns, chosen))
+
     def num_elements_between(self) -> np.ndarray:
         """Elements sent per (trainer rank, engine rank), as a dense matrix."""
         shape = (self.layout.world_size, self.engine_layout.num_ranks)

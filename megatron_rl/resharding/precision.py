@@ -7,12 +7,12 @@ is quantised is what the log-probs of a bf16 engine would be made of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import Box, PairTable, dtype_of
+from megatron_rl.resharding.boxes import Boxes, Matrices, PairTable, dtype_of
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
@@ -74,20 +74,33 @@ def check_block_boxes(target: PairTable, dtypes: Mapping[str, str], shapes: Mapp
             )
 
 
-def made_boxes(sources: Sequence[Box], target: PairTable, origins: np.ndarray, dtypes: Mapping[str, str]) -> list[Box]:
+def made_boxes(sources: Boxes, target: PairTable, origins: np.ndarray, dtypes: Mapping[str, str]) -> Boxes:
     """What travels, made of the trainer's boxes: each box is quantised once, from its values rounded to bf16."""
-    quantised: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kinds = [(dtype_of(dtypes[name]), name.endswith(SCALE_SUFFIX)) for name in target.names]
-    boxes = []
-    for origin, number, label in zip(origins.tolist(), target.rows_N5[:, 0].tolist(), target.labels, strict=True):
+    tensors: list[torch.Tensor] = []
+    travel_dtypes: list[torch.dtype] = []
+    numbers: dict[tuple[int, torch.dtype, bool], int] = {}
+    """Which matrix it is: of a source and a dtype, or of one quantised box."""
+    rows_N5 = sources.rows_N5[origins]
+    for at, (origin, number) in enumerate(zip(origins.tolist(), target.rows_N5[:, 0].tolist(), strict=True)):
         dtype, is_scale = kinds[number]
-        view = sources[origin].view
-        if is_scale or dtype is torch.float8_e4m3fn:
-            if origin not in quantised:
-                quantised[origin] = quantize_blocks(view.to(torch.bfloat16))
-            view = quantised[origin][is_scale]
-        boxes.append(Box(view, dtype, label))
-    return boxes
+        is_made = is_scale or dtype is torch.float8_e4m3fn
+        key = (origin if is_made else int(rows_N5[at, 0]), dtype, is_made)
+        if key not in numbers:
+            if is_made:
+                values, scales = quantize_blocks(sources[origin].view.to(torch.bfloat16))
+                for made in (values, scales):
+                    numbers[origin, made.dtype, True] = len(tensors)
+                    tensors.append(made)
+                    travel_dtypes.append(made.dtype)
+            else:
+                numbers[key] = len(tensors)
+                tensors.append(sources.matrices.tensors[key[0]])
+                travel_dtypes.append(dtype)
+        rows_N5[at, 0] = numbers[key]
+        if is_made:
+            rows_N5[at, 1:] = (0, 0, *tensors[numbers[key]].shape)
+    return Boxes(Matrices(tensors, travel_dtypes), rows_N5, target.labels)
 
 
 def count_weights(table: PairTable) -> int:

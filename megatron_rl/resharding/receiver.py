@@ -6,11 +6,11 @@ digest speaks of what the engine will use. Without staging the engine must be pa
 receiver does not know the engine.
 
 Messages (JSON header, raw payload). From the controller, one connection: `describe` -> params, host; `begin` (sync,
-version, sources, staged); `finish` (sync) -> digests, number of elements; `apply` (sync), after staging. From each
-trainer rank, one connection for all syncs: `table` (names, boxes), once; `open` (sync, source, transport, digests, base
-of a delta if there is one) -> the digest that both will compute, and whether the delta fits what stands here; the delta
-or what the transport says; then -> digest of what stands in the boxes. An update whose
-sender breaks the protocol, dies or is silent too long cannot be finished.
+version, sources, staged); `relay` (sync, what, to whom) -> digest; `finish` (sync) -> digests, number of elements; `apply`
+(sync), after staging. From each trainer rank, and from an engine rank that passes slices on, one connection for all syncs:
+`table` (names, boxes), once; `open` (sync, source, transport, digests, base of a delta if there is one) -> the digest that
+both will compute, and whether the delta fits what stands here; the delta or what the transport says; then -> digest of what
+stands in the boxes. An update whose sender breaks the protocol, dies or is silent too long cannot be finished.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import PairTable, dtype_name, hash_boxes, total_bytes
+from megatron_rl.resharding.box_memory import hash_boxes
+from megatron_rl.resharding.boxes import PairTable, dtype_name, total_bytes
 from megatron_rl.resharding.channel import Channel, ChannelError, accept, end_connection
 from megatron_rl.resharding.delta import apply_delta
 from megatron_rl.resharding.digest import DIGEST_NAMES, choose_digest, new_digest
 from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.incoming import IncomingUpdate
 from megatron_rl.resharding.precision import count_weights
+from megatron_rl.resharding.relay import Passer
 from megatron_rl.resharding.transports.protocol import Transport
 from megatron_rl.resharding.transports.table import build_transport
 
@@ -53,6 +55,7 @@ class Receiver:
         self._tables: dict[int, PairTable] = {}
         self._held: dict[int, tuple[bool, str]] = {}
         """What each trainer rank's boxes hold: whether beside the parameters, and its digest; the base of a delta."""
+        self._passer = Passer(key)
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._accept_loop, name="weight-receiver", daemon=True)
@@ -72,6 +75,7 @@ class Receiver:
         self._listener.close()
         for connection in list(self._connections):
             _shut(connection)
+        self._passer.close()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
 
@@ -138,6 +142,13 @@ class Receiver:
             update = self._current(header["sync"])
             update.require_whole()
             return {"num_elements": update.num_elements, "digests": {str(s): d for s, d in update.digests.items()}}
+        if kind == "relay":
+            update = self._current(header["sync"])
+            update.require(header["needs"])
+            try:
+                return {"digest": self._passer.pass_on(self._written(update), header, payload)}
+            except ChannelError as error:  # of the connection to the neighbour, not of this one
+                raise RuntimeError(str(error)) from error
         if kind == "apply":
             return self._apply(self._current(header["sync"]))
         raise ValueError(f"unknown message kind {kind!r}")
@@ -172,7 +183,7 @@ class Receiver:
             digest = new_digest(digest_name)
             if name not in transports:
                 transports[name] = build_transport(name, channel, header["bucket_bytes"])
-            boxes = table.resolve(self._staged if update.is_staged else self._params)
+            boxes = table.resolve(self._written(update))
             held = self._held.pop(source, None)
             takes_delta = header["delta_base"] is not None and held == (update.is_staged, header["delta_base"])
             channel.set_timeout(header["timeout_s"])
@@ -186,6 +197,10 @@ class Receiver:
             self._held[source] = (update.is_staged, digest.hexdigest())
             update.end(source, digest_name, digest.hexdigest(), count_weights(table))
         return {"digest": digest.hexdigest()}
+
+    def _written(self, update: IncomingUpdate) -> dict[str, torch.Tensor]:
+        """Where its slices land."""
+        return self._staged if update.is_staged else self._params
 
     def _apply(self, update: IncomingUpdate) -> dict[str, Any]:
         """Bring a staged update into the parameters, and check there that it stands as it was received."""

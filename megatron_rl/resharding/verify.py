@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from megatron_rl.resharding.plan import ReshardPlan
 from megatron_rl.resharding.precision import BLOCK, FP8, SCALE_SUFFIX
 from megatron_rl.types.resharding import ShardDigest
@@ -45,8 +47,8 @@ def _scales(plan: ReshardPlan, target_rank: int, described: Mapping[str, tuple[t
 
 
 def check_digests(plan: ReshardPlan, sent: Iterable[ShardDigest], received: Sequence[ShardDigest]) -> None:
-    """Every engine rank holds exactly what the trainers sent it, and all of it. Raises SyncError naming the rank."""
-    expected = plan.num_elements_between().sum(axis=0)
+    """Every engine rank holds exactly what was sent to it, and all of it. Raises SyncError naming the rank."""
+    expected = plan.num_elements_between().sum(axis=0) + np.roll(plan.num_relayed(), plan.engine_layout.tp)
     sent_digests: dict[int, dict[int, str]] = {}
     for digest in sent:
         sent_digests.setdefault(digest.target_rank, {}).update(digest.digests)
@@ -57,10 +59,4 @@ def check_digests(plan: ReshardPlan, sent: Iterable[ShardDigest], received: Sequ
         if answer.num_elements != expected[rank]:
             raise SyncError(f"engine rank {rank} received {answer.num_elements} weights, expected {expected[rank]}")
         if answer.digests != sent_digests.get(rank, {}):
-            raise SyncError(f"engine rank {rank}: its digests differ from the trainers'; nothing was committed")
-
-
-def sources_of(plan: ReshardPlan, target_rank: int) -> list[int]:
-    """The trainer ranks that send to an engine rank."""
-    elements = plan.num_elements_between()[:, target_rank]
-    return [int(rank) for rank in elements.nonzero()[0]]
+            raise SyncError(f"engine rank {rank}: its digests differ from the senders'; nothing was committed")

@@ -3,71 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.controller.run_directory import git_revision
+from tests.acceptance.rollout_questions import measure as rollout_figures
 from tests.acceptance.router_replay import measure as router_replay_figures
-from tests.e2e.memory import peak_memory
-from tests.e2e.runs import ROOT, running
+from tests.acceptance.whole_run import report, train
+from tests.e2e.runs import ROOT
 from tests.slurm.cluster import SlurmCluster
 
 SEEDS = (1, 2, 3)
 QUICKSTART_LIMIT_S = 480.0
-
-
-def train(config: str, seed: int, *overrides: str, timeout_s: float, means: Sequence[str] = ()) -> dict[str, object]:
-    """One run to its end; its figures. `means`: metrics whose means over the steps are wanted too."""
-    arguments = (f"run.seed={seed}", "telemetry.progress=plain", *overrides)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        with running(Path(folder) / "run", config, *arguments) as run, peak_memory(run.processes) as peak:
-            run.wait_for("trainer ranks (", timeout_s)  # everything is up; the first step begins
-            start_s = time.monotonic() - started
-            status = run.wait(timeout_s)
-            wall_s = time.monotonic() - started
-            if status != 0:
-                sys.exit(f"run failed with status {status}:\n{run.output[-3000:]}")
-            run.check_nothing_left()
-            rows = run.metrics()
-    accuracies = {row["step"]: round(row["eval/accuracy"], 4) for row in rows if "eval/accuracy" in row}
-    explained = {
-        row["step"]: round(row["loss/explained_variance"], 3)
-        for row in rows[1:]
-        if row["step"] in accuracies and "loss/explained_variance" in row
-    }
-    steps = [row["time/step_s"] for row in rows[1:]]
-    return {
-        "command": f"megatron-rl train {config} {' '.join(arguments)}",
-        "seed": seed,
-        "revision": git_revision(),
-        "accuracy_before": accuracies[0],
-        "accuracy_after": accuracies[max(accuracies)],
-        "accuracies": accuracies,
-        "wall_s": round(wall_s, 1),
-        "start_s": round(start_s, 1),
-        "step_s_median": round(sorted(steps)[len(steps) // 2], 2),
-        "step_s_max": round(max(steps), 2),
-        "logprob_gap_max": max(row["rollout/logprob_gap"] for row in rows[1:]),
-        "clip_fraction_mean": round(sum(row["loss/clip_fraction"] for row in rows[1:]) / len(steps), 4),
-        "peak_memory_gib": round(peak[0] / 2**30, 2),
-        **({"means": {name: round(sum(row[name] for row in rows[1:]) / len(steps), 6) for name in means}} if means else {}),
-        **({"explained_variance": explained} if explained else {}),
-    }
-
-
-def report(name: str, figures: dict[str, object], **bounds: bool) -> bool:
-    """Print one JSON line; false when a bound is missed."""
-    missed = [bound for bound, holds in bounds.items() if not holds]
-    print(json.dumps({"campaign": name, **figures, "missed": missed}), flush=True)
-    return not missed
 
 
 def quickstart() -> bool:
@@ -103,22 +58,53 @@ def quickstart_sglang() -> bool:
     return report("quickstart_sglang", {"means": means}, within_005=abs(means["sglang"] - means["embedded"]) <= 0.05)
 
 
+SCHEDULES = {
+    "lockstep": (),
+    "one_step_off": ("rollout.schedule=one_step_off",),
+    "asynchronous": ("rollout.schedule=asynchronous", "rollout.max_staleness=2"),
+}
+
+
 def schedules() -> bool:
     """Lockstep, one_step_off and asynchronous rollouts learn the same: means of three seeds within 0.05."""
-    kinds = {
-        "lockstep": (),
-        "one_step_off": ("rollout.schedule=one_step_off",),
-        "asynchronous": ("rollout.schedule=asynchronous", "rollout.max_staleness=2"),
-    }
-    accuracies: dict[str, list[float]] = {kind: [] for kind in kinds}
+    accuracies: dict[str, list[float]] = {kind: [] for kind in SCHEDULES}
     for seed in SEEDS:  # in turns, so that a busy machine slows all of them
-        for kind, overrides in kinds.items():
+        for kind, overrides in SCHEDULES.items():
             figures = train("configs/quickstart.yaml", seed, *overrides, timeout_s=1800)
             report(f"schedules/{kind}", figures)
             accuracies[kind].append(figures["accuracy_after"])
     means = {kind: sum(values) / len(values) for kind, values in accuracies.items()}
     gap = max(abs(mean - means["lockstep"]) for mean in means.values())
     return report("schedules", {"means": means, "largest_gap_to_lockstep": gap}, within_005=gap <= 0.05)
+
+
+def heavy_tail() -> bool:
+    """Where few answers are long, a step takes less time one_step_off and asynchronously than in lockstep."""
+    names = ("time/step_s", "time/generate_s", "time/train_s", "rollout/efficiency", "length/mean", "length/max")
+    steps = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source = f"data.sources.1.path={write_laps(Path(folder) / 'laps.jsonl')}"
+        for kind, overrides in SCHEDULES.items():
+            figures = train("configs/experiments/heavy_tail.yaml", 1, source, *overrides, timeout_s=1800, means=names)
+            report(f"heavy_tail/{kind}", figures)
+            steps[kind] = figures["means"]["time/step_s"]
+    return report(
+        "heavy_tail", {"step_s": steps},
+        **{f"{kind}_is_faster": steps[kind] < steps["lockstep"] for kind in SCHEDULES if kind != "lockstep"},
+    )  # fmt: skip
+
+
+def write_laps(path: Path) -> Path:
+    """Runs through the alphabet from one letter to another, with up to two laps more."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    cases = [(first, laps, last) for first in range(26) for laps in range(3) for last in range(26)]
+    random.Random(7).shuffle(cases)
+    with path.open("w") as file:
+        for first, laps, last in cases:
+            length = (last - first) % 26 + 1 + 26 * laps
+            answer = "".join(letters[(first + i) % 26] for i in range(length))
+            file.write(json.dumps({"prompt": f"{letters[first]}{'ABC'[laps]}{letters[last]}=", "answer": answer}) + "\n")
+    return path
 
 
 def vapo() -> bool:
@@ -219,6 +205,11 @@ def router_replay() -> bool:
     )  # fmt: skip
 
 
+def rollout_questions() -> bool:
+    """What practitioners ask about generation, on two real SGLang servers: splits, chunks, early stops, streaming."""
+    return report("rollout_questions", asyncio.run(rollout_figures(seed=1, rounds=3)))
+
+
 def sglang_tp1() -> bool:
     """Weights of four trainer layouts arrive in a real SGLang server of one rank (the first tier has TP 2)."""
     return _slow_tests("sglang_tp1", "tests/sglang/test_weights_arrive.py")
@@ -244,6 +235,8 @@ CAMPAIGNS: dict[str, Callable[[], bool]] = {
     "quickstart_no_learning": quickstart_no_learning,
     "quickstart_sglang": quickstart_sglang,
     "schedules": schedules,
+    "heavy_tail": heavy_tail,
+    "rollout_questions": rollout_questions,
     "vapo": vapo,
     "tools": tools,
     "smollm2": smollm2,

@@ -29,11 +29,12 @@ from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import count_parameters
 from megatron_rl.platforms.platform import CpuPlatform
 from megatron_rl.resharding import execute
+from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.control import ReceiverControl
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.execute import WeightSender
+from megatron_rl.resharding.hops import sources_of
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.verify import sources_of
 from megatron_rl.trainer.layer_specs import build_block_spec
 from megatron_rl.trainer.model import PolicyModel, build_model_chunks
 from megatron_rl.trainer.model_config import plan_transformer_config

@@ -22,14 +22,15 @@ from megatron_rl.checkpoint.hf_shards import import_params, local_params
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import count_parameters
-from megatron_rl.resharding import boxes, digest, execute
+from megatron_rl.resharding import box_memory, digest, execute
+from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.control import ReceiverControl
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.execute import WeightSender
+from megatron_rl.resharding.hops import sources_of
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.transports import ipc
-from megatron_rl.resharding.verify import sources_of
+from megatron_rl.resharding.transports import ipc, p2p
 from megatron_rl.types.layout import EngineLayout, ParallelLayout, ShardInterval
 from megatron_rl.types.resharding import SyncOrder, TransferOp
 from tests.unit.resharding.rig import expected_shard, live_vocab_rows
@@ -263,7 +264,7 @@ def prepare_sync(
 
     def announce() -> None:
         # Without a digest nothing is read for one either: gathering a strided box for a hash costs as much as sending it.
-        ipc.hash_boxes = _nothing if NO_DIGEST in digests else boxes.hash_boxes
+        ipc.hash_boxes = p2p.hash_boxes = _nothing if NO_DIGEST in digests else box_memory.hash_boxes
         if controls:
             order[0] = SyncOrder(secrets.token_hex(4), 1, tuple(addresses), dtypes, rank.plan.layout_digest)
             for control in controls:

@@ -10,7 +10,8 @@ after each version: `memory_growth` is the last count over the one half-way.
 
 `partial_kept_vs_reprefill`: tokens per CPU-second of the embedded engine when 4 samples with prefixes of 2,048 tokens are
 paused and resumed 8 times with their KV cache, over the same with abort and a prefill of the whole prefix; no new weights in
-between, so that both sample the same tokens. The two take turns.
+between, so that both sample the same tokens. `partial_stale_vs_reprefill`: the same with a new version at every pause, so
+that what was kept is stale from the first one on. All take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 from megatron_rl.scheduling.admission import AdmissionWindow
 from megatron_rl.scheduling.rollout_state import RolloutState
 from megatron_rl.scheduling.settings import ScheduleKind, ScheduleSettings
-from megatron_rl.types.rollout import GenerationRequest, SamplingParams, TrajectoryState
+from megatron_rl.types.rollout import GenerationRequest, RolloutSegment, SamplingParams, TrajectoryState
 
 
 def run(num_trajectories: int, num_engines: int, num_versions: int, seed: int = 1) -> dict[str, float]:
@@ -104,18 +105,20 @@ DIMS = ModelDims(
 )  # fmt: skip
 
 
-async def generate_in_phases(engine: EmbeddedEngine, keeps_kv: bool) -> tuple[float, list[tuple[int, ...]]]:
-    """CPU seconds of a pause and resumption every `TOKENS_PER_PHASE` tokens, and the tokens."""
+async def generate_in_phases(engine: EmbeddedEngine, kv: str) -> tuple[float, list[list[RolloutSegment]]]:
+    """CPU seconds of a pause and resumption every `TOKENS_PER_PHASE` tokens, and the answers. `kv`: kept, stale, dropped."""
     total = TOKENS_PER_PHASE * (NUM_RESUMPTIONS + 1)
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(512) for _ in range(PREFIX)) for _ in range(NUM_SAMPLES)]
     started = time.process_time()
-    answers = await asyncio.gather(*(_answer(engine, i, prompt, total, keeps_kv) for i, prompt in enumerate(prompts)))
+    answers = await asyncio.gather(*(_answer(engine, i, prompt, total, kv) for i, prompt in enumerate(prompts)))
     return time.process_time() - started, answers
 
 
-async def _answer(engine: EmbeddedEngine, number: int, prompt: tuple[int, ...], total: int, keeps_kv: bool):
-    if keeps_kv:  # one request; the engine is paused in place and resumed by the first sample
+async def _answer(
+    engine: EmbeddedEngine, number: int, prompt: tuple[int, ...], total: int, kv: str
+) -> list[RolloutSegment]:
+    if kv != "dropped":  # one request; the engine is paused in place and resumed by the first sample
         request = GenerationRequest(f"r{number}", prompt, SamplingParams(total), number)
         answer = asyncio.ensure_future(engine.generate(request))
         if number == 0:
@@ -125,16 +128,22 @@ async def _answer(engine: EmbeddedEngine, number: int, prompt: tuple[int, ...], 
                 while engine.stats().num_tokens_generated < target and not answer.done():
                     await asyncio.sleep(0.002)
                 await engine.pause("in_place")
+                if kv == "stale":
+                    await engine.load_weights({"phase": "begin"})
+                    await engine.load_weights({"phase": "commit", "version": await engine.policy_version() + 1})
                 await engine.resume()
-        return (await answer)[0].token_ids
+        return list(await answer)
+    segments: list[RolloutSegment] = []
     tokens: tuple[int, ...] = ()
     for _ in range(NUM_RESUMPTIONS + 1):  # the request ends with its budget; the next one brings the whole prefix again
         request = GenerationRequest(f"r{number}", prompt + tokens, SamplingParams(TOKENS_PER_PHASE), number)
-        tokens += (await engine.generate(request))[0].token_ids
-    return tokens
+        segments += await engine.generate(request)
+        tokens += segments[-1].token_ids
+    return segments
 
 
-def partial_kept_vs_reprefill(repeats: int = 2) -> float:
+def kept_against_reprefill(repeats: int = 2) -> dict[str, float]:
+    """Ratios of tokens per CPU-second."""
     torch.set_num_threads(1)
     context = PREFIX + TOKENS_PER_PHASE * (NUM_RESUMPTIONS + 1)
     engine = EmbeddedEngine(
@@ -142,16 +151,18 @@ def partial_kept_vs_reprefill(repeats: int = 2) -> float:
     )  # fmt: skip
     for name, tensor in engine.weights.stacked.items():
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(std=0.02)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[str, list[float]] = {"kept": [], "stale": [], "dropped": []}
     for _ in range(repeats):
-        answers = []
-        for keeps_kv in (True, False):
-            elapsed, tokens = asyncio.run(generate_in_phases(engine, keeps_kv))
-            seconds[keeps_kv].append(elapsed)
-            answers.append(tokens)
-        assert answers[0] == answers[1]
+        sampled = {}
+        for kv, times in seconds.items():
+            elapsed, answers = asyncio.run(generate_in_phases(engine, kv))
+            times.append(elapsed)
+            sampled[kv] = [[token for segment in answer for token in segment.token_ids] for answer in answers]
+            num_versions = max(len({segment.policy_version for segment in answer}) for answer in answers)
+            assert num_versions == (NUM_RESUMPTIONS + 1 if kv == "stale" else 1), num_versions
+        assert sampled["kept"] == sampled["dropped"]
     engine.close()
-    return min(seconds[False]) / min(seconds[True])
+    return {f"partial_{kv}_vs_reprefill": min(seconds["dropped"]) / min(seconds[kv]) for kv in ("kept", "stale")}
 
 
 def main() -> int:
@@ -162,7 +173,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON line")
     arguments = parser.parse_args()
     figures = run(arguments.trajectories, arguments.engines, arguments.versions)
-    figures["partial_kept_vs_reprefill"] = partial_kept_vs_reprefill()
+    figures |= kept_against_reprefill()
     if arguments.json:
         print(json.dumps(figures))
     else:

@@ -25,8 +25,9 @@ from megatron_rl.config.sections import SyncSection
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
+from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.channel import Channel
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine

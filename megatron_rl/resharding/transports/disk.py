@@ -18,7 +18,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_rl.resharding.boxes import Box, pieces, read_bytes, total_bytes
+from megatron_rl.resharding.box_memory import bytes_of, hash_boxes
+from megatron_rl.resharding.boxes import Box, pieces, total_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.digest import Digest
 from megatron_rl.resharding.transports.queued import QueuedTransport
@@ -63,9 +64,8 @@ def write_version(folder: Path, boxes: Sequence[Box], bucket_bytes: int, digest:
     for number, piece in enumerate(pieces(boxes, bucket_bytes)):
         path = folder / f"slices-{number:05d}.safetensors"
         tensors = {name: box.view.to(box.dtype).contiguous().cpu() for name, box in zip(names_of(piece), piece, strict=True)}
-        for box, tensor in zip(piece, tensors.values(), strict=True):
-            for data in read_bytes([box._replace(view=tensor)]):
-                digest.update(data)
+        for tensor in tensors.values():
+            digest.update(bytes_of(tensor))
         save_file(tensors, path)
         _to_disk(path)
         files.append({"file": path.name, "num_bytes": total_bytes(piece)})
@@ -91,8 +91,7 @@ def read_version(manifest: Path, boxes: Sequence[Box], digest: Digest) -> None:
         raise ValueError(f"{manifest} describes other boxes than this engine rank's")
     for file, part in zip(description["files"], parts, strict=True):
         _read_file(manifest.parent / file["file"], part)
-        for data in read_bytes(part):
-            digest.update(data)
+        hash_boxes(part, digest)
 
 
 def _read_file(path: Path, boxes: Sequence[Box]) -> None:

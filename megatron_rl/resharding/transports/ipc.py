@@ -18,17 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import (
-    Box,
-    bytes_of,
-    dtype_name,
-    dtype_of,
-    hash_boxes,
-    pieces,
-    read_bytes,
-    total_bytes,
-    unpack,
-)
+from megatron_rl.resharding.box_memory import bytes_of, hash_boxes, memory_at, read_bytes, unpack
+from megatron_rl.resharding.boxes import Box, Boxes, dtype_name, dtype_of, pieces, total_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.cuda_ipc import MappedBuffers, StagingBuffers
 from megatron_rl.resharding.digest import Digest
@@ -54,51 +45,96 @@ class SharedMemoryTransport(QueuedTransport):
         self._mapped.clear()
 
     def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
-        header, table = describe_shared(boxes)
-        self._channel.send(header, memoryview(table.tobytes()))
+        header, table_N5 = describe_shared(Boxes.of(boxes))
+        self._channel.send(header, table_N5.tobytes())
         hash_boxes(boxes, digest)
         self._channel.expect()  # until then the engine rank reads here
 
     def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
         header, payload = self._channel.receive()
-        sources = self._open(header, np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
-        if len(sources) != len(boxes):
-            raise ValueError(f"{len(sources)} shared boxes for {len(boxes)} boxes here")
-        for source, target in zip(sources, boxes, strict=True):
-            if source.shape != target.view.shape:
-                raise ValueError(f"a shared box {tuple(source.shape)} for a box {tuple(target.view.shape)} here")
-            rows = max(_BLOCK_BYTES // (target.view.shape[1] * target.dtype.itemsize), 1)
-            for first in range(0, len(source), rows):
-                ours = target.view[first : first + rows]
-                copy_box(source[first : first + rows], ours)
-                hash_boxes([Box(ours, ours.dtype)], digest)
+        targets = Boxes.of(boxes)
+        copy_boxes(self._open(header, np.frombuffer(payload, dtype=np.int64).reshape(-1, 5)), targets, digest)
         self._channel.send({"ok": True})
 
-    def _open(self, header: dict[str, Any], table_N5: np.ndarray) -> list[torch.Tensor]:
-        """The trainer's boxes as views of its memory. Raises ValueError when they do not lie in it."""
+    def _open(self, header: dict[str, Any], table_N5: np.ndarray) -> SharedBoxes:
+        """The trainer's boxes in its memory, mapped here. Raises ValueError when they do not lie in it."""
         keys: list[_SharedKey] = [(header["pid"], fd, inode, num_bytes) for fd, inode, num_bytes in header["storages"]]
-        mapped = {key: self._mapped[key] if key in self._mapped else map_shared(*key) for key in keys}
-        self._mapped = mapped
-        storages = [mapped[key].view(dtype_of(name)) for key, name in zip(keys, header["dtypes"], strict=True)]
-        boxes = []
-        for number, offset, row_stride, num_rows, num_cols in table_N5.tolist():
-            storage = storages[number]
-            last = offset + (num_rows - 1) * row_stride + num_cols
-            if min(offset, row_stride, num_rows, num_cols) < 0 or last > storage.numel():
-                raise ValueError(f"a shared box ends at element {last} of {storage.numel()}")
-            boxes.append(storage.as_strided((num_rows, num_cols), (row_stride, 1), offset))
-        return boxes
+        self._mapped = {key: self._mapped[key] if key in self._mapped else map_shared(*key) for key in keys}
+        dtypes = [dtype_of(name) for name in header["dtypes"]]
+        return SharedBoxes([self._mapped[key].view(dtype) for key, dtype in zip(keys, dtypes, strict=True)], table_N5)
 
 
-def copy_box(source: torch.Tensor, target: torch.Tensor) -> None:
-    """`target.copy_(source)`; the C library's copy where no cast and no stride is in the way is a fifth faster."""
-    if source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous():
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-    else:
-        target.copy_(source)
+class SharedBoxes:
+    """Boxes in mapped storages; `table_N5[i]` is (storage, first element, elements from row to row, rows, cols).
+
+    Raises ValueError for a box that leaves its storage.
+    """
+
+    def __init__(self, storages: Sequence[torch.Tensor], table_N5: np.ndarray) -> None:
+        self._storages, self._table_N5 = storages, table_N5
+        number_N, first_N, pitch_N, rows_N, cols_N = table_N5.T
+        if not ((number_N >= 0) & (number_N < len(storages))).all():
+            raise ValueError(f"a shared box of another storage than the {len(storages)} mapped ones")
+        size_N = np.array([storage.numel() for storage in storages], dtype=np.int64)[number_N]
+        is_inside_N = (np.minimum(first_N, pitch_N) >= 0) & (np.minimum(rows_N, cols_N) >= 1)
+        is_inside_N &= (first_N <= size_N) & (cols_N <= size_N - first_N)  # sums and products could wrap
+        room_N = np.where(is_inside_N, size_N - first_N - cols_N, 0)
+        is_inside_N &= (rows_N - 1 <= room_N // np.maximum(pitch_N, 1)) | (pitch_N == 0)
+        for bad in np.flatnonzero(~is_inside_N)[:1].tolist():
+            raise ValueError(f"a shared box {table_N5[bad, 1:].tolist()} leaves its storage of {size_N[bad]} elements")
+
+    @property
+    def shapes_N2(self) -> np.ndarray:
+        return self._table_N5[:, 3:]
+
+    def addresses_of(self, dtypes: Sequence[torch.dtype]) -> list[int | None]:
+        """Where each box lies, if it does so in one piece and in that dtype."""
+        number_N, first_N, pitch_N, rows_N, cols_N = self._table_N5.T
+        address_M = np.array([storage.data_ptr() for storage in self._storages], dtype=np.int64)
+        size_M = np.array([storage.element_size() for storage in self._storages], dtype=np.int64)
+        is_whole_N = (pitch_N == cols_N) | (rows_N == 1)
+        address_N = address_M[number_N] + first_N * size_M[number_N]
+        return [
+            address if is_whole and self._storages[number].dtype == dtype else None
+            for address, is_whole, number, dtype in zip(
+                address_N.tolist(), is_whole_N.tolist(), number_N.tolist(), dtypes, strict=True
+            )
+        ]
+
+    def view(self, index: int) -> torch.Tensor:
+        number, first, pitch, rows, cols = self._table_N5[index].tolist()
+        return self._storages[number].as_strided((rows, cols), (pitch, 1), first)
 
 
-def describe_shared(boxes: Sequence[Box]) -> tuple[dict[str, Any], np.ndarray]:
+def copy_boxes(sources: SharedBoxes, targets: Boxes, digest: Digest) -> None:
+    """Copy each box, and hash it as it then stands while it is in the cache. Raises ValueError when the shapes differ."""
+    if not np.array_equal(sources.shapes_N2, targets.rows_N5[:, 3:]):
+        raise ValueError(f"{len(sources.shapes_N2)} shared boxes for {len(targets)} boxes here, or other shapes")
+    extents = targets.extents
+    dtypes = [targets.matrices.tensors[number].dtype for number in targets.rows_N5[:, 0].tolist()]
+    places = zip(
+        sources.addresses_of(dtypes), extents.address_N.tolist(), extents.is_whole_N.tolist(),
+        targets.num_bytes_N.tolist(), strict=True,
+    )  # fmt: skip
+    for number, (source, target, is_whole, num_bytes) in enumerate(places):
+        if source is None or not is_whole:
+            _copy_views(sources.view(number), targets[number], digest)
+            continue
+        for offset in range(0, num_bytes, _BLOCK_BYTES):
+            block_bytes = min(_BLOCK_BYTES, num_bytes - offset)
+            ctypes.memmove(target + offset, source + offset, block_bytes)
+            digest.update(memory_at(target + offset, block_bytes, targets))
+
+
+def _copy_views(source: torch.Tensor, target: Box, digest: Digest) -> None:
+    """Where a cast or a stride is in the way."""
+    rows = max(_BLOCK_BYTES // (target.view.shape[1] * target.dtype.itemsize), 1)
+    for theirs, ours in zip(source.split(rows), target.view.split(rows), strict=True):
+        ours.copy_(theirs)
+        hash_boxes([Box(ours, ours.dtype)], digest)
+
+
+def describe_shared(boxes: Boxes) -> tuple[dict[str, Any], np.ndarray]:
     """Move the boxes' storages into shared memory if they are not there yet; say where each box lies.
 
     Rows of the table: storage, first element, elements from row to row, rows, cols. Raises ValueError for a box whose
@@ -107,22 +143,24 @@ def describe_shared(boxes: Sequence[Box]) -> tuple[dict[str, Any], np.ndarray]:
     numbers: dict[tuple[int, torch.dtype], int] = {}
     storages: list[list[int]] = []
     dtypes: list[str] = []
-    table: list[tuple[int, ...]] = []
-    for view, _, _ in boxes:
-        (num_rows, num_cols), (pitch, step) = view.shape, view.stride()
-        if step != 1 and num_cols > 1:
-            raise ValueError(f"a box of shape {tuple(view.shape)} has strides {view.stride()}; expected whole rows")
-        storage = view.untyped_storage()
-        key = (storage.data_ptr(), view.dtype)
+    places: list[tuple[int, int, int]] = []
+    for matrix in boxes.matrices.tensors:
+        pitch, step = matrix.stride()
+        if step != 1 and matrix.shape[1] > 1:
+            raise ValueError(f"a matrix of shape {tuple(matrix.shape)} has strides {matrix.stride()}; expected whole rows")
+        storage = matrix.untyped_storage()
+        key = (storage.data_ptr(), matrix.dtype)
         if key not in numbers:
             descriptor = share(storage)
-            key = (storage.data_ptr(), view.dtype)  # it may have moved
+            key = (storage.data_ptr(), matrix.dtype)  # it may have moved
             numbers[key] = len(storages)
             storages.append([descriptor, os.fstat(descriptor).st_ino, storage.nbytes()])
-            dtypes.append(dtype_name(view.dtype))
-        table.append((numbers[key], view.storage_offset(), pitch, num_rows, num_cols))
-    header = {"kind": "shared", "pid": os.getpid(), "storages": storages, "dtypes": dtypes}
-    return header, np.array(table, dtype=np.int64)
+            dtypes.append(dtype_name(matrix.dtype))
+        places.append((numbers[key], matrix.storage_offset(), pitch))
+    number_N, row_N, col_N, num_rows_N, num_cols_N = boxes.rows_N5.T
+    storage_N, first_N, pitch_N = np.array(places, dtype=np.int64).reshape(-1, 3)[number_N].T
+    table_N5 = np.stack([storage_N, first_N + row_N * pitch_N + col_N, pitch_N, num_rows_N, num_cols_N], axis=1)
+    return {"kind": "shared", "pid": os.getpid(), "storages": storages, "dtypes": dtypes}, table_N5
 
 
 def share(storage: torch.UntypedStorage) -> int:

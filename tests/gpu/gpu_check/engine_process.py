@@ -18,7 +18,7 @@ import torch
 from gpu_check.models import DTYPES
 from gpu_check.sizes import sizes_for
 from megatron_rl.platforms.platform import CpuPlatform, select_platform
-from megatron_rl.resharding.boxes import bytes_of
+from megatron_rl.resharding.box_memory import bytes_of
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.rollout.embedded.engine import EmbeddedEngine
 

@@ -33,8 +33,9 @@ from megatron_rl.config.sections import SyncSection
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.platforms.platform import Platform
-from megatron_rl.resharding.control import Address
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.box_sender import SendOptions
+from megatron_rl.resharding.channel import Address
+from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.resharding.transports.table import TransportChoice
 from megatron_rl.trainer.policy import PolicyTrainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 
 import pytest
@@ -14,7 +15,8 @@ from megatron_rl.config.sections import SyncSection
 from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.weight_sync import WeightSync
 from megatron_rl.model_families.registry import FAMILIES
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.box_sender import SendOptions
+from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.resharding.transports import ipc
@@ -61,9 +63,9 @@ class Senders:
 
 
 class Setup:
-    def __init__(self, layout, engine_tp, num_engines=2, sabotage=None, key=KEY, probe=None, **section):
+    def __init__(self, layout, engine_tp, num_engines=2, sabotage=None, key=KEY, probe=None, relay=False, **section):
         engine_layout = EngineLayout(tp=engine_tp, num_engines=num_engines)
-        plan = build_reshard_plan("qwen3_moe", DIMS, layout, engine_layout)
+        plan = build_reshard_plan("qwen3_moe", DIMS, layout, engine_layout, relay=relay)
         self.engines = [
             EmbeddedEngine(
                 DIMS, engine_tp, torch.float32, num_slots=4, max_context=32, stop_token_ids=()
@@ -94,11 +96,13 @@ def sample(engine):
     return engine.generate(request)
 
 
-@pytest.mark.parametrize(("engine_tp", "staging"), [(1, "none"), (2, "none"), (2, "host")])
-def test_engines_hold_the_new_weights_and_version(engine_tp, staging):
+@pytest.mark.parametrize(
+    ("engine_tp", "staging", "relay"), [(1, "none", False), (2, "none", True), (2, "host", False), (1, "host", True)]
+)
+def test_engines_hold_the_new_weights_and_version(engine_tp, staging, relay):
     async def scenario():
         with (
-            Setup(ParallelLayout(tp=2, pp=2, ep=2, dp=1), engine_tp, staging=staging) as setup,
+            Setup(ParallelLayout(tp=2, pp=2, ep=2, dp=1), engine_tp, 3 if relay else 2, staging=staging, relay=relay) as setup,
             Setup(ParallelLayout(), 1, num_engines=1) as reference,
         ):
             for version in range(2):
@@ -171,13 +175,13 @@ def test_a_wrong_key_is_refused_and_nothing_is_applied():
 def test_bytes_that_change_on_the_way_are_noticed(monkeypatch):
     async def scenario():
         with Setup(ParallelLayout(), 2) as setup:
-            original = ipc.copy_box
+            original = ipc.memory_at
 
-            def corrupted(source, target):
-                original(source, target)
-                target.view(torch.uint8)[0, 0] ^= 1
+            def corrupted(address, num_bytes, owner):
+                ctypes.c_ubyte.from_address(address).value ^= 1
+                return original(address, num_bytes, owner)
 
-            monkeypatch.setattr(ipc, "copy_box", corrupted)
+            monkeypatch.setattr(ipc, "memory_at", corrupted)
             with pytest.raises(SyncError, match="digest"):
                 await setup.sync.publish()
             with pytest.raises(EngineDirtyError):

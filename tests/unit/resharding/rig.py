@@ -14,12 +14,14 @@ from megatron_rl.checkpoint.hf_folder import RandomSource
 from megatron_rl.checkpoint.hf_shards import import_params
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import engine_boxes, engine_shapes
+from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.control import ReceiverControl
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.execute import WeightSender
+from megatron_rl.resharding.hops import relay_rounds, sources_of
 from megatron_rl.resharding.plan import ReshardPlan, build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.verify import check_digests, check_receiver, sources_of
+from megatron_rl.resharding.verify import check_digests, check_receiver
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from megatron_rl.types.resharding import SyncOrder
 
@@ -39,11 +41,15 @@ class World:
     dtype: torch.dtype
     trainer_dtype: torch.dtype = torch.float32
     options: dict = field(default_factory=dict)
+    relay: bool = False
+    cut_rows: int = 128
     dims_changes: ClassVar[dict] = {}
 
     def __post_init__(self):
         self.dims = replace(get_family(self.family).debug_dims, **self.dims_changes)
-        self.plan: ReshardPlan = build_reshard_plan(self.family, self.dims, self.layout, self.engine)
+        self.plan: ReshardPlan = build_reshard_plan(
+            self.family, self.dims, self.layout, self.engine, relay=self.relay, cut_rows=self.cut_rows
+        )
         self.load(11)
         self.receivers = [Receiver(self.make_params(), KEY) for _ in range(self.engine.num_ranks)]
         for receiver in self.receivers:
@@ -85,6 +91,9 @@ class World:
         """A whole sync, proven by digests."""
         order = self.begin(is_staged=is_staged)
         sent = [d for sender, chunks in zip(self.senders, self.chunks, strict=True) for d in sender.send(chunks, order)]
+        for hop in (hop for hops in relay_rounds(self.plan, order.dtypes) for hop in hops):
+            control, address = self.controls[hop.source_rank], order.addresses[hop.target_rank]
+            sent.append(control.relay(order.sync, order.version, hop, address, 4096))
         check_digests(self.plan, sent, [control.finish(order.sync) for control in self.controls])
         return order
 

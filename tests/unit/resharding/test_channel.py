@@ -8,6 +8,9 @@ import socket
 import threading
 import time
 
+import torch
+
+from megatron_rl.resharding.box_memory import span_of
 from megatron_rl.resharding.channel import Channel, ChannelError, end_connection
 
 
@@ -17,12 +20,12 @@ def test_a_peer_that_waits_for_room_to_send_knows_at_once():
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
-    sender.settimeout(20.0)
+    values = torch.zeros(64 * 1024 * 1024, dtype=torch.uint8)
     errors: list[ChannelError] = []
 
     def send() -> None:
         try:
-            Channel(sender, "receiver r").send_spans([memoryview(bytes(64 * 1024 * 1024))])
+            Channel(sender, "receiver r", 20.0).send_spans(span_of(values))
         except ChannelError as error:
             errors.append(error)
 

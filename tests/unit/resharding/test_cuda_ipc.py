@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megatron_rl.resharding import cuda_ipc, execute
+from megatron_rl.resharding import box_sender, cuda_ipc
 from megatron_rl.resharding.channel import ChannelError
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from tests.unit.resharding.rig import world
@@ -65,7 +65,7 @@ def host_memory(monkeypatch):
 @pytest.fixture
 def by_cuda_ipc(monkeypatch):
     """Every pair takes the transport that it would take on a shared GPU."""
-    monkeypatch.setattr(execute, "choose_transport", lambda *_: "cuda_ipc")
+    monkeypatch.setattr(box_sender, "choose_transport", lambda *_: "cuda_ipc")
 
 
 @pytest.mark.parametrize("bucket_bytes", [3000, 10**9])

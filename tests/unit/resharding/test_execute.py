@@ -10,6 +10,7 @@ from megatron_rl.model_families.registry import FAMILIES
 from megatron_rl.resharding import channel
 from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.channel import ChannelError
+from megatron_rl.resharding.hops import relay_rounds
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.verify import SyncError, check_receiver
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
@@ -40,12 +41,12 @@ def test_synced_shards_equal_direct_slices(family_name, layout, engine):
 def test_connections_are_kept_and_follow_new_weights():
     with world("qwen3_moe", ParallelLayout(tp=2, pp=2), EngineLayout(2, 1), torch.float32) as one:
         one.sync()
-        channels = [pair._channel for sender in one.senders for pair in sender._pairs]
+        channels = [pair.sender._channel for sender in one.senders for pair in sender._pairs]
         for seed in (12, 13):
             one.load(seed)
             one.sync()
             one.assert_whole()
-        assert [pair._channel for sender in one.senders for pair in sender._pairs] == channels
+        assert [pair.sender._channel for sender in one.senders for pair in sender._pairs] == channels
         for chunk in (chunk for chunks in one.chunks for chunk in chunks):  # parameters that moved are found again
             for name in chunk:
                 chunk[name] = chunk[name].clone()
@@ -63,6 +64,39 @@ def test_a_connection_that_went_idle_too_long_is_opened_anew():
         one.load(3)
         one.sync()
         one.assert_whole()
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("engine", [EngineLayout(2, 3), EngineLayout(1, 4)], ids=str)
+def test_engines_pass_on_what_entered_elsewhere(engine, is_staged):
+    with world("qwen3_moe", ParallelLayout(tp=2, pp=2), engine, torch.bfloat16, relay=True, cut_rows=1) as one:
+        for seed in (12, 13):
+            one.load(seed)
+            order = one.sync(is_staged=is_staged)
+            if is_staged:
+                for control in one.controls:
+                    control.apply(order.sync)
+            one.assert_whole()
+        sent = one.plan.num_elements_between().sum()
+        whole = build_reshard_plan(one.family, one.dims, one.layout, one.engine).num_elements_between().sum()
+        assert sent * engine.num_engines == whole, "the trainers send every slice once"
+
+
+def test_a_neighbour_that_is_gone_is_named_and_nothing_is_finished():
+    with world("llama", ParallelLayout(), EngineLayout(1, 3), torch.bfloat16, relay=True, cut_rows=1) as one:
+        order = one.begin()
+        one.senders[0].send(one.chunks[0], order)
+        first, second, *_ = relay_rounds(one.plan, order.dtypes)
+        hop = second[0]
+        with pytest.raises(ChannelError, match=r"incomplete: no end from sources \[3\]"):  # origin 2 came not yet to engine 0
+            one.controls[hop.source_rank].relay(order.sync, 1, hop, order.addresses[hop.target_rank], 4096)
+        hop = first[0]
+        host, port = order.addresses[hop.target_rank]
+        one.receivers[hop.target_rank].close()
+        with pytest.raises(ChannelError, match=rf"receiver {host}:{port}: cannot connect"):
+            one.controls[hop.source_rank].relay(order.sync, 1, hop, order.addresses[hop.target_rank], 4096)
+        with pytest.raises(ChannelError, match=r"incomplete: no end from sources \[2, 3\]"):
+            one.controls[0].finish(order.sync)
 
 
 def nudge(one, fraction: float) -> None:

@@ -18,9 +18,10 @@ from megatron_rl.model_families.declaration import Fused
 from megatron_rl.model_families.registry import FAMILIES, declared_family
 from megatron_rl.resharding import box_table, ownership
 from megatron_rl.resharding import plan as planning
+from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.box_table import PlanError
 from megatron_rl.resharding.channel import ChannelError
-from megatron_rl.resharding.execute import SendOptions, WeightSender
+from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.ownership import check_held, held_shapes
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.verify import SyncError, check_digests

@@ -61,19 +61,20 @@ class Fp8World(World):
         return params
 
 
-@pytest.mark.parametrize("transport", ["p2p", "ipc"])
+@pytest.mark.parametrize("transport", ["p2p", "ipc", "relay"])
 @pytest.mark.parametrize("trainer_dtype", [torch.float32, torch.bfloat16])
 def test_a_sync_brings_the_engines_fp8_values_and_scales(transport, trainer_dtype):
-    layout, engine = ParallelLayout(tp=2, ep=2, dp=1), EngineLayout(2, 1)
-    one = Fp8World("qwen3_moe", layout, engine, torch.bfloat16, trainer_dtype, {"transport": transport})
+    layout, engine = ParallelLayout(tp=2, ep=2, dp=1), EngineLayout(2, 2 if transport == "relay" else 1)
+    options = {} if transport == "relay" else {"transport": transport}
+    one = Fp8World("qwen3_moe", layout, engine, torch.bfloat16, trainer_dtype, options, relay=transport == "relay")
     try:
         one.sync()
         one.load(12)
         one.sync()
         family, num_quantised = get_family("qwen3_moe"), 0
-        for rank in range(2):
+        for rank in range(engine.num_ranks):
             held = one.params(rank)
-            for name, weight in expected_shard(family, one.dims, engine, one.source, torch.bfloat16, rank).items():
+            for name, weight in expected_shard(family, one.dims, engine, one.source, torch.bfloat16, rank % 2).items():
                 if not one.is_quantised(name):
                     continue
                 num_quantised += 1
@@ -82,7 +83,7 @@ def test_a_sync_brings_the_engines_fp8_values_and_scales(transport, trainer_dtyp
                     want_values, want_scales = reference(weight[part])
                     assert torch.equal(values[part].view(torch.uint8), want_values.view(torch.uint8)), name
                     assert torch.equal(scales[part], want_scales), name
-        assert num_quantised == 2 * 4 * one.dims.num_layers
+        assert num_quantised == engine.num_ranks * 4 * one.dims.num_layers
     finally:
         one.close()
 

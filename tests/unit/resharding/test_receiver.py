@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.resharding.box_memory import span_of
 from megatron_rl.resharding.channel import ChannelError, connect
 from megatron_rl.resharding.control import ReceiverControl
 from megatron_rl.resharding.receiver import Receiver
@@ -66,11 +67,11 @@ def test_absent_receiver_is_one_clear_line(receiver):
         (TABLE | {"names": ["b.weight"]}, rows((0, 0, 0, 1, 3)), "b.weight"),
         (TABLE, rows((0, 4, 0, 2, 3)), r"a.weight\[4:6, 0:3\] is outside"),
         (TABLE, rows((0, 0, -1, 1, 3)), "outside"),
-        (OPEN | {"source": 5}, b"", "trainer rank 5 may not open here"),
+        (OPEN | {"source": 5}, b"", "source 5 may not open here"),
         (OPEN | {"sync": "t"}, b"", "sync t is not being received"),
         (OPEN | {"digests": ["md4"]}, b"", "no digest in common"),
         (OPEN | {"transport": "pigeon"}, b"", "unknown transport"),
-        ({"kind": "finish", "sync": "s"}, b"", r"no end from trainer ranks \[0\]"),
+        ({"kind": "finish", "sync": "s"}, b"", r"no end from sources \[0\]"),
         ({"kind": "apply", "sync": "s"}, b"", "incomplete"),
         ({"kind": "dance"}, b"", "dance"),
     ],
@@ -91,7 +92,7 @@ def test_a_stream_of_another_size_breaks_the_update(control, channel, num_bytes)
     with pytest.raises(ChannelError):  # it may hang up between header and bytes
         channel.send({"kind": "stream"}, bytes(num_bytes))
         channel.expect()
-    with pytest.raises(ChannelError, match=r"incomplete: trainer rank 0: .*expected a stream of 24 bytes"):
+    with pytest.raises(ChannelError, match=r"incomplete: source 0: .*expected a stream of 24 bytes"):
         control.finish("s")
 
 
@@ -100,7 +101,7 @@ def test_a_sender_that_goes_away_leaves_the_update_incomplete(control, channel):
     channel.ask(TABLE, rows((0, 1, 0, 2, 3)))
     channel.ask(OPEN)
     channel.send_header({"kind": "stream"}, 24)
-    channel.send_spans([memoryview(bytes(12))])
+    channel.send_spans(span_of(torch.zeros(3)))
     channel.close()
     with pytest.raises(ChannelError, match="incomplete"):
         control.finish("s")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.resharding.boxes import Box
+from megatron_rl.resharding.boxes import Box, Boxes
 from megatron_rl.resharding.channel import ChannelError
 from megatron_rl.resharding.transports import ipc
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
@@ -27,7 +27,7 @@ def test_slices_out_of_shared_memory_are_the_slices(trainer_dtype):
             one.load(seed)  # into the memory that is shared since the first sync
             one.sync()
             one.assert_whole()
-        assert {pair._transport_name for sender in one.senders for pair in sender._pairs} == {"shared_memory"}
+        assert {pair.sender._transport_name for sender in one.senders for pair in sender._pairs} == {"shared_memory"}
         assert set(os.listdir("/dev/shm")) == before, "shared memory has no name that could be left behind"
 
 
@@ -77,7 +77,7 @@ def test_too_little_room_is_one_line_and_nothing_is_applied(monkeypatch):
 
 def test_a_box_without_whole_rows_is_refused():
     with pytest.raises(ValueError, match="expected whole rows"):
-        ipc.describe_shared([Box(torch.zeros(4, 6).t(), torch.float32)])
+        ipc.describe_shared(Boxes.of([Box(torch.zeros(4, 6).t(), torch.float32)]))
 
 
 def test_a_trainer_that_is_killed_leaves_no_memory_behind():

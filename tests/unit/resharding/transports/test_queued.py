@@ -54,7 +54,7 @@ def test_a_run_that_failed_leaves_nothing_for_the_next():
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_closed_transport_keeps_no_weights_alive(name):
     left, right = socket.socketpair()
-    transport = TRANSPORTS[name](Channel(left, "peer"), 64)
+    transport = TRANSPORTS[name](Channel(left, "peer", 10.0), 64)
     assert isinstance(transport, QueuedTransport)
     submitted = boxes(3)
     watched = [weakref.ref(box.view) for box in submitted]
