@@ -68,7 +68,10 @@ class Extents(NamedTuple):
 
 
 class Boxes(Sequence[Box]):
-    """The boxes of one pair, in the order of their bytes; `rows_N5[i]` is (index into matrices, row, col, rows, cols)."""
+    """The boxes of one pair, in the order of their bytes; `rows_N5[i]` is (index into matrices, row, col, rows, cols).
+
+    `labels` may be empty where nobody reads them.
+    """
 
     def __init__(self, matrices: Matrices, rows_N5: np.ndarray, labels: Sequence[str]) -> None:
         self.matrices, self.rows_N5, self.labels = matrices, rows_N5, labels
@@ -94,8 +97,9 @@ class Boxes(Sequence[Box]):
             return Boxes(self.matrices, self.rows_N5[index], self.labels[index])
         number, row, col, num_rows, num_cols = self.rows_N5[index].tolist()
         matrix = self.matrices.tensors[number]
-        view = matrix[row : row + num_rows, col : col + num_cols]
-        return Box(view, self.matrices.dtypes[number], self.labels[index])
+        pitch, step = matrix.stride()
+        view = matrix.as_strided((num_rows, num_cols), (pitch, step), matrix.storage_offset() + row * pitch + col * step)
+        return Box(view, self.matrices.dtypes[number], self.labels[index] if self.labels else "")
 
     @cached_property
     def num_bytes_N(self) -> np.ndarray:
@@ -125,7 +129,7 @@ class Boxes(Sequence[Box]):
         rows_P5 = self.rows_N5[box_P]
         rows_P5[:, 1] += skipped_P
         rows_P5[:, 3] = np.minimum(most_rows_N[box_P], rows_P5[:, 3] - skipped_P)
-        return Boxes(self.matrices, rows_P5, [self.labels[i] for i in box_P.tolist()])
+        return Boxes(self.matrices, rows_P5, [self.labels[i] for i in box_P.tolist()] if self.labels else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +162,8 @@ class PairTable:
 
 def as_matrix(param: torch.Tensor) -> torch.Tensor:
     """The parameter as [rows, cols]: a vector is a column, stacked experts are flattened over their leading dimensions."""
+    if param.ndim == 2 and not param.requires_grad:
+        return param
     matrix = param.detach()
     return matrix.unsqueeze(1) if matrix.ndim == 1 else matrix.view(-1, matrix.shape[-1])
 

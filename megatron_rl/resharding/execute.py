@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.resharding.box_sender import BoxSender, SendOptions
 from megatron_rl.resharding.box_table import PlanError
-from megatron_rl.resharding.boxes import PairTable
+from megatron_rl.resharding.boxes import PairTable, as_matrix
 from megatron_rl.resharding.channel import Address
 from megatron_rl.resharding.plan import ReshardPlan
 from megatron_rl.resharding.precision import check_block_boxes, made_boxes, with_scales
@@ -46,7 +46,9 @@ class WeightSender:
             )
         if not self._pairs:
             return []
-        params = {SourceParam(number, name): p for number, chunk in enumerate(chunks) for name, p in chunk.items()}
+        params = {
+            SourceParam(number, name): as_matrix(param) for number, chunk in enumerate(chunks) for name, param in chunk.items()
+        }  # fmt: skip
         with ThreadPoolExecutor(max_workers=len(self._pairs), thread_name_prefix="weight-send") as pool:
             futures = [pool.submit(pair.send, params, order) for pair in self._pairs]
             done, _ = wait(futures, timeout=self._options.timeout_s, return_when=FIRST_EXCEPTION)

@@ -16,6 +16,7 @@ import numpy as np
 
 _MAX_SPANS = 1024
 """Of one system call (IOV_MAX)."""
+_SPAN_BYTES = 16
 
 
 class _Message(ctypes.Structure):
@@ -55,11 +56,13 @@ def _move_all(
     connection: socket.socket, spans_S2: np.ndarray, system_call: Callable[[int, object, int], int], flags: int
 ) -> bool:
     spans_S2 = np.array(spans_S2, dtype=np.int64, order="C")  # its own: what has moved is cut off in it
-    ends_S = np.cumsum(spans_S2[:, 1])
-    first, moved, total = 0, 0, int(ends_S[-1]) if len(ends_S) else 0
+    if not len(spans_S2):
+        return True
+    ends_S = spans_S2[:, 1].cumsum()
+    base, message = spans_S2.ctypes.data, _Message()
+    first, moved, total = 0, 0, int(ends_S[-1])
     while moved < total:
-        batch_S2 = spans_S2[first : first + _MAX_SPANS]
-        message = _Message(spans=batch_S2.ctypes.data, num_spans=len(batch_S2))
+        message.spans, message.num_spans = base + first * _SPAN_BYTES, min(len(ends_S) - first, _MAX_SPANS)
         now = system_call(connection.fileno(), message, flags)
         if now < 0:
             number = ctypes.get_errno()
@@ -69,7 +72,7 @@ def _move_all(
         if now == 0:
             return False
         moved += now
-        first = int(np.searchsorted(ends_S, moved, side="right"))
+        first = int(ends_S.searchsorted(moved, side="right"))
         if moved < total:
             left = int(ends_S[first]) - moved
             spans_S2[first, 0] += spans_S2[first, 1] - left

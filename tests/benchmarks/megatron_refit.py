@@ -28,7 +28,7 @@ from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import count_parameters
 from megatron_rl.platforms.platform import CpuPlatform
-from megatron_rl.resharding import execute
+from megatron_rl.resharding import box_sender
 from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.control import ReceiverControl
 from megatron_rl.resharding.execute import WeightSender
@@ -107,7 +107,7 @@ def _run(number: int, port: int, rounds: int, dims: ModelDims, timeout_s: float,
     addresses: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(addresses, receiver.address)
     syncs = {name: Sync(plan, number, [tuple(a) for a in addresses], name, timeout_s) for name in ("p2p", "shm")}
-    execute.DIGEST_NAMES = (NO_DIGEST,)  # Megatron's side proves nothing either
+    box_sender.DIGEST_NAMES = (NO_DIGEST,)  # Megatron's side proves nothing either
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTESTANTS}
     is_exact = True
     for round_number in range(rounds + 1):

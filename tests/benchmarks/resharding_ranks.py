@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.hf_shards import import_params, local_params
 from megatron_rl.model_families.declaration import ModelDims
 from megatron_rl.model_families.registry import get_family
 from megatron_rl.model_families.shards import count_parameters
-from megatron_rl.resharding import box_memory, digest, execute
+from megatron_rl.resharding import box_memory, box_sender, digest
 from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.control import ReceiverControl
@@ -112,7 +112,10 @@ class Rank:
         """The trainer's weights become those of a version, in the memory that they have."""
         options = {"spec": "local", "vocab_multiple": 1, "dtype": torch.bfloat16}
         (fresh,) = import_params(PatternSource(version), get_family(FAMILY), self.dims, LAYOUT, self.number, **options)
-        self.chunk = self.chunk or {name: torch.zeros_like(tensor) for name, tensor in fresh.items()}
+        if not self.chunk:  # in one buffer, as Megatron's data parallelism lays them
+            buffer = torch.zeros(sum(tensor.numel() for tensor in fresh.values()), dtype=torch.bfloat16)
+            parts = buffer.split([tensor.numel() for tensor in fresh.values()])
+            self.chunk = {name: part.view(fresh[name].shape) for name, part in zip(fresh, parts, strict=True)}
         for name, tensor in fresh.items():
             self.chunk[name].copy_(tensor)
 
@@ -257,7 +260,7 @@ def prepare_sync(
 ) -> Any:
     """The library's own sync. Returns (announce a sync, which rank 0 does before the clock starts; run it)."""
     dtypes = dict.fromkeys(rank.plan.target_shapes, "bfloat16")
-    options = SendOptions(bucket_bytes=4 * 1024 * 1024, timeout_s=timeout_s, transport=transport)
+    options = SendOptions(bucket_bytes=16 * 1024 * 1024, timeout_s=timeout_s, transport=transport)
     sender = WeightSender(rank.plan, rank.number, addresses, KEY, options) if rank.is_trainer else None
     controls = [ReceiverControl(r, a, KEY, timeout_s) for r, a in enumerate(addresses)] if rank.number == 0 else []
     order: list[Any] = [None]
@@ -273,7 +276,7 @@ def prepare_sync(
 
     def run() -> None:
         if sender is not None:
-            execute.DIGEST_NAMES = tuple(digests)
+            box_sender.DIGEST_NAMES = tuple(digests)
             sender.send([rank.chunk], order[0])
 
     return announce, run

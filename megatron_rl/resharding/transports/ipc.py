@@ -128,6 +128,10 @@ def copy_boxes(sources: SharedBoxes, targets: Boxes, digest: Digest) -> None:
 
 def _copy_views(source: torch.Tensor, target: Box, digest: Digest) -> None:
     """Where a cast or a stride is in the way."""
+    if target.num_bytes <= _BLOCK_BYTES and target.view.is_contiguous():
+        target.view.copy_(source)
+        digest.update(bytes_of(target.view))
+        return
     rows = max(_BLOCK_BYTES // (target.view.shape[1] * target.dtype.itemsize), 1)
     for theirs, ours in zip(source.split(rows), target.view.split(rows), strict=True):
         ours.copy_(theirs)

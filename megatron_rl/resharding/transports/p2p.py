@@ -9,6 +9,7 @@ receiving.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,52 +25,78 @@ _SHORT_ROW_BYTES = 128
 """A strided box with rows below this is packed: a span costs the kernel as much as copying about that."""
 
 
+class _Piece(NamedTuple):
+    """A bucket of boxes; `spans`: where the kernel takes them from or writes them, None when they pass through a buffer."""
+
+    boxes: Boxes
+    spans: np.ndarray | None
+
+
 class P2pTransport(QueuedTransport):
-    """See `Transport`. Holds at most two buckets of `bucket_bytes` beside the parameters."""
+    """See `Transport`. Holds at most two buckets of `bucket_bytes` beside the parameters.
+
+    Spans are kept from sync to sync, and good for as long as every parameter lies where it lay.
+    """
 
     def __init__(self, channel: Channel, bucket_bytes: int) -> None:
         super().__init__(channel, bucket_bytes)
         self._staging: list[torch.Tensor | None] = [None] * NUM_BUFFERS
+        self._known: tuple[bytes, bytes] = (b"", b"")
+        self._rows: list[tuple[np.ndarray, np.ndarray | None]] = []
 
     def close(self) -> None:
         super().close()
         self._staging = [None] * NUM_BUFFERS
+        self._known, self._rows = (b"", b""), []
 
     def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
         num_bytes = total_bytes(boxes)
         self._channel.send_header({"kind": "stream"}, num_bytes)
 
-        def prepare(number: int, piece: Boxes) -> np.ndarray:
-            if moves_in_place(piece):
-                hash_boxes(piece, digest)
-                return spans_of(piece)
-            packed = pack(piece, self._buffer(number, piece, num_bytes))
+        def prepare(number: int, piece: _Piece) -> np.ndarray:
+            if piece.spans is not None:
+                hash_boxes(piece.boxes, digest)
+                return piece.spans
+            packed = pack(piece.boxes, self._buffer(number, piece.boxes, num_bytes))
             digest.update(bytes_of(packed))
             return span_of(packed)
 
-        def send(number: int, piece: Boxes, spans: np.ndarray) -> None:
+        def send(number: int, piece: _Piece, spans: np.ndarray) -> None:
             self._channel.send_spans(spans)
 
-        overlapped(list(pieces(boxes, self._bucket_bytes)), prepare, send)
+        overlapped(self._pieces(boxes), prepare, send)
 
     def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
         num_bytes = total_bytes(boxes)
         self._channel.expect_stream(num_bytes)
 
-        def receive(number: int, piece: Boxes) -> torch.Tensor | None:
-            if moves_in_place(piece):
-                self._channel.receive_into(spans_of(piece))
+        def receive(number: int, piece: _Piece) -> torch.Tensor | None:
+            if piece.spans is not None:
+                self._channel.receive_into(piece.spans)
                 return None
-            values = self._buffer(number, piece, num_bytes)
+            values = self._buffer(number, piece.boxes, num_bytes)
             self._channel.receive_into(span_of(values))
             return values
 
-        def settle(number: int, piece: Boxes, values: torch.Tensor | None) -> None:
+        def settle(number: int, piece: _Piece, values: torch.Tensor | None) -> None:
             if values is not None:
-                unpack(values, piece)
-            hash_boxes(piece, digest)
+                unpack(values, piece.boxes)
+            hash_boxes(piece.boxes, digest)
 
-        overlapped(list(pieces(boxes, self._bucket_bytes)), receive, settle)
+        overlapped(self._pieces(boxes), receive, settle)
+
+    def _pieces(self, boxes: Sequence[Box]) -> list[_Piece]:
+        boxes = Boxes.of(boxes)
+        if not boxes.matrices.are_in_place:
+            return [_Piece(piece, None) for piece in pieces(boxes, self._bucket_bytes)]
+        known = boxes.rows_N5.tobytes(), boxes.matrices.places_M3.tobytes()
+        if known != self._known:
+            self._known = known
+            self._rows = [
+                (piece.rows_N5, spans_of(piece) if has_long_rows(piece) else None)
+                for piece in pieces(boxes, self._bucket_bytes)
+            ]
+        return [_Piece(Boxes(boxes.matrices, rows, ()), spans) for rows, spans in self._rows]
 
     def _buffer(self, number: int, piece: Boxes, stream_bytes: int) -> torch.Tensor:
         """Bytes for a piece, in the buffer whose turn it is; page-locked when a GPU is at the other end."""
@@ -82,9 +109,7 @@ class P2pTransport(QueuedTransport):
         return buffer[:num_bytes]
 
 
-def moves_in_place(boxes: Boxes) -> bool:
-    """Whether the kernel takes the boxes from where they lie, or writes them there."""
-    if not boxes.matrices.are_in_place:
-        return False
+def has_long_rows(boxes: Boxes) -> bool:
+    """Whether no strided box would be more spans than bytes are worth."""
     extents = boxes.extents
     return bool((extents.is_whole_N | (extents.row_bytes_N >= _SHORT_ROW_BYTES)).all())
