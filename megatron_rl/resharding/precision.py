@@ -77,6 +77,9 @@ def check_block_boxes(target: PairTable, dtypes: Mapping[str, str], shapes: Mapp
 def made_boxes(sources: Boxes, target: PairTable, origins: np.ndarray, dtypes: Mapping[str, str]) -> Boxes:
     """What travels, made of the trainer's boxes: each box is quantised once, from its values rounded to bf16."""
     kinds = [(dtype_of(dtypes[name]), name.endswith(SCALE_SUFFIX)) for name in target.names]
+    if len(set(kinds)) == 1 and kinds[0][0] is not torch.float8_e4m3fn:  # nothing is made
+        matrices = sources.matrices.tensors
+        return Boxes(Matrices(matrices, [kinds[0][0]] * len(matrices)), sources.rows_N5[origins], target.labels)
     tensors: list[torch.Tensor] = []
     travel_dtypes: list[torch.dtype] = []
     numbers: dict[tuple[int, torch.dtype, bool], int] = {}
