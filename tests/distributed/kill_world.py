@@ -9,12 +9,14 @@ a new one costs milliseconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import traceback
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -86,13 +88,15 @@ class Fuse:
     def __init__(self) -> None:
         self.count, self._at, self._lock = 0, -1, threading.Lock()
         self._action: Literal["die", "cut"] = "die"
-        original = Channel._each_batch
+        original = Channel._reporting
 
-        def counted(channel: Channel, spans: Any, move: Any) -> None:
-            self.tick(channel)
-            original(channel, spans, move)
+        @contextlib.contextmanager
+        def counted(channel: Channel) -> Iterator[None]:
+            with original(channel):
+                self.tick(channel)
+                yield
 
-        Channel._each_batch = counted  # type: ignore[method-assign]
+        Channel._reporting = counted  # type: ignore[method-assign]
 
     def light(self, calls: int, action: Literal["die", "cut"]) -> None:
         """Strike before the call after `calls` more."""
