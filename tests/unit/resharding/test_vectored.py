@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.resharding import vectored
 from megatron_rl.resharding.vectored import receive_all, send_all
 
 
@@ -63,3 +64,12 @@ def test_a_silent_peer_ends_the_wait():
         right.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 50_000))
         with pytest.raises(BlockingIOError):
             receive_all(right, np.array([[memory.data_ptr(), 100]]))
+
+
+def test_a_message_that_the_kernel_would_cut_short_goes_alone():
+    spans = np.array([[0, 2**20]] * 3000, dtype=np.int64)
+    ends = spans[:, 1].cumsum()
+    assert vectored._messages(spans[:1000], ends[:1000])["num_spans"].tolist() == [1000]
+    assert vectored._messages(spans, ends)["num_spans"].tolist() == [1024, 1024, 952]
+    assert vectored._messages(spans * 2, ends * 2)["num_spans"].tolist() == [1024], "2 GiB in the first"
+    assert vectored._messages(spans[1000:], ends[1000:] - ends[999])["num_spans"].tolist() == [1024, 976]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +92,15 @@ def test_a_trainer_that_is_killed_leaves_no_memory_behind():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "shared", done.stderr
     assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch")} == set()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [(0, 0, 6, 11, 6), (0, 55, 6, 1, 6), (0, -1, 6, 2, 3), (0, 0, -6, 2, 3), (0, 0, 2**62, 3, 2), (0, 4, 6, 2**63 - 1, 1),
+     (0, 2**63 - 1, 1, 1, 1), (0, 0, 6, 0, 3), (1, 0, 6, 1, 3), (-1, 0, 6, 1, 3)],
+)  # fmt: skip
+def test_a_shared_box_outside_of_its_storage_is_refused(row):
+    storage = torch.arange(60, dtype=torch.bfloat16)
+    assert torch.equal(ipc.SharedBoxes([storage], np.array([(0, 8, 6, 3, 2)])).view(0), storage.view(10, 6)[1:4, 2:4])
+    with pytest.raises(ValueError, match="a shared box"):
+        ipc.SharedBoxes([storage], np.array([row], dtype=np.int64))
