@@ -41,7 +41,7 @@ class ReshardPlan:
     """All transfers of one weight sync, sorted by (source rank, target rank, target parameter, row, column).
 
     `target_shapes` gives the shape of every engine parameter of a rank. A target's padding rows are in no transfer. With
-    `key.relay` the trainers send every box to one engine only and `relay_ops_between` says what engines pass on.
+    `key.relay` the trainers send every box to one engine only and `hops.relay_rounds` says what engines pass on.
     """
 
     key: PlanKey
@@ -101,27 +101,6 @@ class ReshardPlan:
         """The rows of `columns` that one trainer rank sends, without expanding those of the others."""
         low, high = np.searchsorted(self.spans.columns["source_rank"], [source_rank, source_rank + 1])
         return _sorted_columns(expand(self.boxes, self.spans.columns, np.arange(low, high)))
-
-    def relay_ops_between(self, source_rank: int, target_rank: int) -> Iterator[TransferOp]:
-        """What engine rank `source_rank` passes on to engine rank `target_rank`, its neighbour on the ring of engines.
-
-        Boxes keep their place: source and target name the same parameter, rows and columns. A box enters at one engine and
-        travels e, e+1, ... around the ring; an engine passes on everything but what entered at its neighbour.
-        """
-        tp, engines = self.engine_layout.tp, self.engine_layout.num_engines
-        is_edge = source_rank % tp == target_rank % tp and (source_rank // tp + 1) % engines == target_rank // tp
-        if not self.key.relay or engines == 1 or not is_edge:
-            return
-        entered = self.spans.columns["target_rank"]
-        passed = np.flatnonzero((entered % tp == target_rank % tp) & (entered != target_rank))
-        columns = _sorted_columns(expand(self.boxes, self.spans.columns, passed))
-        columns |= {"source_row": columns["target_row"], "source_col": columns["target_col"]}
-        for row in range(len(columns["num_rows"])):
-            name = self.target_params[int(columns["target_param"][row])]
-            numbers = {c: int(columns[c][row]) for c in COLUMNS if c not in _NAMED and not c.endswith("rank")}
-            yield TransferOp(
-                source_rank=source_rank, source=SourceParam(0, name), target_rank=target_rank, target=name, **numbers
-            )
 
     def columns_into(self, target_rank: int) -> dict[str, np.ndarray]:
         """The rows of `columns` that one engine rank receives from trainer ranks."""

@@ -6,7 +6,7 @@ has few targets, each pair exchanges one run of boxes per class, and the whole a
 engines there are.
 
 Without relay the tape holds all boxes of the class once per engine. With relay it holds them once: engine e receives the
-e-th part of each rank's boxes from the trainers and everything else from its neighbour (`ReshardPlan.relay_ops_between`).
+e-th part of each rank's boxes from the trainers and everything else from its neighbour (`hops.relay_rounds`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron_rl.model_families.registry import FAMILIES
@@ -24,7 +25,7 @@ def test_every_rank_gets_every_source_from_one_that_has_it(layout, engine):
     plan, dtypes = build(layout, engine, relay=True)
     elements = plan.num_elements_between()
     has = [set(elements[:, rank].nonzero()[0].tolist()) for rank in range(engine.num_ranks)]
-    received = elements.sum(axis=0)
+    received, passed_on = elements.sum(axis=0), np.zeros(engine.num_ranks, dtype=np.int64)
     rounds = relay_rounds(plan, dtypes)
     assert len(rounds) == engine.num_engines - 1
     for hops in rounds:
@@ -35,6 +36,8 @@ def test_every_rank_gets_every_source_from_one_that_has_it(layout, engine):
         for hop in hops:
             has[hop.target_rank].add(hop.number)
             received[hop.target_rank] += hop.table.num_elements
+            passed_on[hop.source_rank] += hop.table.num_elements
+    assert passed_on.tolist() == plan.num_relayed().tolist()
     assert [sorted(sources) for sources in has] == [sources_of(plan, rank) for rank in range(engine.num_ranks)]
     direct, _ = build(layout, engine, relay=False)
     assert received.tolist() == direct.num_elements_between().sum(axis=0).tolist()

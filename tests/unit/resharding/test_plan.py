@@ -131,11 +131,6 @@ def test_with_relay_trainers_send_once_and_engines_pass_on_the_rest():
     assert (abs(entered - shards / 5) < 0.06 * shards).all(), "every engine takes its part from the trainers"
     from_neighbour = np.roll(relayed.num_relayed(), engine.tp)
     assert (entered + from_neighbour == shards).all()
-    for rank in range(engine.num_ranks):
-        ops = relayed.relay_ops_between(rank, (rank + 2) % engine.num_ranks)
-        assert sum(op.num_rows * op.num_cols for op in ops) == relayed.num_relayed()[rank]
-        assert list(relayed.relay_ops_between(rank, (rank + 4) % engine.num_ranks)) == []
-        assert list(direct.relay_ops_between(rank, (rank + 2) % engine.num_ranks)) == []
     cost = compute_cost(relayed, Network(), bucket_bytes=1 << 20)
     assert cost.receive_ratio == 1.0
 

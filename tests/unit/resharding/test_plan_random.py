@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.layout.coords import coords_of
+from megatron_rl.resharding.hops import relay_rounds
 from megatron_rl.resharding.plan import build_reshard_plan
 from tests.unit.resharding.random_layouts import random_case
 from tests.unit.resharding.reference_shards import HfModel, engine_shard, megatron_chunk
@@ -56,19 +57,11 @@ def execute(plan, held, targets):
         view = targets[target][names[param]][trow : trow + rows, tcol : tcol + cols]
         assert (view == -1).all(), "written twice"
         view[...] = box
-    if plan.key.relay:
-        for _ in range(plan.engine_layout.num_engines - 1):
-            pass_on(plan, targets)
-
-
-def pass_on(plan, targets):
-    """One step of every box around the ring."""
-    tp = plan.engine_layout.tp
-    for rank in range(len(targets)):
-        neighbour = (rank + tp) % len(targets)
-        for op in plan.relay_ops_between(rank, neighbour):
-            rows, cols = slice(op.target_row, op.target_row + op.num_rows), slice(op.target_col, op.target_col + op.num_cols)
-            targets[neighbour][op.target][rows, cols] = targets[rank][op.source.name][rows, cols]
+    for hop in (hop for hops in relay_rounds(plan, dict.fromkeys(names, "bfloat16")) for hop in hops):
+        for number, row, col, rows, cols in hop.table.rows_N5.tolist():
+            name, box = hop.table.names[number], (slice(row, row + rows), slice(col, col + cols))
+            assert (targets[hop.target_rank][name][box] == -1).all(), "passed on twice"
+            targets[hop.target_rank][name][box] = targets[hop.source_rank][name][box]
 
 
 def check(case):
