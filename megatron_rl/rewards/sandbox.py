@@ -24,6 +24,7 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 FLOOD_BYTES = 64 * 1024**2
 """A program that has written this much is ended."""
 CHUNK_BYTES = 65536
+END_TIMEOUT_S, END_POLL_S = 2.0, 0.001
 ISOLATED = b"i"
 """The first byte that the child writes when it has namespaces of its own."""
 
@@ -120,9 +121,18 @@ def _ended(process: subprocess.Popen[bytes], left_s: float) -> ProgramStatus:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The child is the leader of its group; in its namespace everything else goes with it."""
+    """The child is the leader of its group; in its namespace everything else goes with it.
+
+    The first process of the namespace is in the group and ends after all others there: it is waited for, since on a busy
+    machine it outlives the leader for a moment.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(END_POLL_S)
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
