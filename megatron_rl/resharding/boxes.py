@@ -139,6 +139,13 @@ class PairTable:
     names: tuple[Any, ...]
     rows_N5: np.ndarray
 
+    @classmethod
+    def of_side(cls, side: str, columns: Mapping[str, np.ndarray], names: Sequence[Any]) -> PairTable:
+        """The boxes of a plan's columns where they lie on one side, `source` or `target`; `names`: all of that side."""
+        used, numbers = np.unique(columns[f"{side}_param"], return_inverse=True)
+        fields = (numbers, columns[f"{side}_row"], columns[f"{side}_col"], columns["num_rows"], columns["num_cols"])
+        return cls(tuple(names[int(i)] for i in used), np.stack(fields, axis=1).astype(np.int64))
+
     def resolve(self, params: Mapping[Any, torch.Tensor]) -> Boxes:
         """The boxes in `params`. Raises KeyError for an unknown name, ValueError outside of a parameter."""
         matrices = [as_matrix(params[name]) for name in self.names]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,10 +106,4 @@ class _Pair:
 def pair_tables(plan: ReshardPlan, mine: Mapping[str, np.ndarray], target: int) -> tuple[PairTable, PairTable]:
     """Where the boxes of a trainer rank (its columns of the plan) lie at that rank and at one engine rank."""
     columns = {name: column[mine["target_rank"] == target] for name, column in mine.items()}
-    tables = []
-    sides: tuple[tuple[str, Sequence[Any]], ...] = (("source", plan.source_params), ("target", plan.target_params))
-    for side, names in sides:
-        used, numbers = np.unique(columns[f"{side}_param"], return_inverse=True)
-        fields = (numbers, columns[f"{side}_row"], columns[f"{side}_col"], columns["num_rows"], columns["num_cols"])
-        tables.append(PairTable(tuple(names[int(i)] for i in used), np.stack(fields, axis=1).astype(np.int64)))
-    return tables[0], tables[1]
+    return PairTable.of_side("source", columns, plan.source_params), PairTable.of_side("target", columns, plan.target_params)

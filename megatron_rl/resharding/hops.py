@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_rl.resharding.boxes import PairTable
 from megatron_rl.resharding.plan import ReshardPlan
 from megatron_rl.resharding.precision import with_scales
@@ -76,8 +74,5 @@ def _origins(plan: ReshardPlan, rank: int) -> Sequence[int]:
 
 def _table_into(plan: ReshardPlan, target_rank: int, dtypes: Mapping[str, str]) -> PairTable:
     """What an engine rank gets from trainer ranks, as it lies there; it lies so in every engine."""
-    columns = plan.columns_into(target_rank)
-    used, numbers = np.unique(columns["target_param"], return_inverse=True)
-    fields = (numbers, columns["target_row"], columns["target_col"], columns["num_rows"], columns["num_cols"])
-    table = PairTable(tuple(plan.target_params[int(i)] for i in used), np.stack(fields, axis=1).astype(np.int64))
+    table = PairTable.of_side("target", plan.columns_into(target_rank), plan.target_params)
     return with_scales(table, dtypes)[0]

@@ -7,7 +7,9 @@ trainer ranks by the engine at which its boxes entered.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,28 +19,53 @@ from megatron_rl.resharding.box_sender import BoxSender, SendOptions
 from megatron_rl.resharding.boxes import PairTable
 
 
+@dataclass(slots=True)
+class _Route:
+    """What one relayed source needs, and whether it is under way."""
+
+    key: tuple[Any, ...]
+    sender: BoxSender
+    table: PairTable
+    is_busy: bool = False
+
+
 class Passer:
     """An engine rank's end: sends what stands in its own parameters to its neighbour."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._known: dict[int, tuple[tuple[Any, ...], BoxSender, PairTable]] = {}
+        self._routes: dict[int, _Route] = {}
+        self._lock = threading.Lock()
 
     def pass_on(self, params: Mapping[str, torch.Tensor], header: Mapping[str, Any], payload: bytearray) -> str:
-        """Do what a `relay` message says; the digest on which both ends agree. Raises as `BoxSender.send`."""
-        number, (host, port) = header["number"], header["to"]
-        is_same = (header["names"], bytes(payload), host, port, header["bucket_bytes"], header["timeout_s"])
-        if number not in self._known or self._known[number][0] != is_same:
-            if number in self._known:
-                self._known[number][1].close()
-            options = SendOptions(header["bucket_bytes"], header["timeout_s"], "p2p")
-            sender = BoxSender(number, header["who"], header["target"], (host, port), self._key, options)
-            table = PairTable(tuple(header["names"]), np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
-            self._known[number] = (is_same, sender, table)
-        _, sender, table = self._known[number]
-        return sender.send(table.resolve(params), table, header["sync"], header["version"])
+        """Do what a `relay` message says; the digest on which both ends agree. Raises as `BoxSender.send`.
+
+        A hop of an earlier sync that still hangs is cut off: no two send over one connection.
+        """
+        route = self._take(header, payload)
+        try:
+            return route.sender.send(route.table.resolve(params), route.table, header["sync"], header["version"])
+        finally:
+            route.is_busy = False
 
     def close(self) -> None:
-        for _, sender, _ in self._known.values():
-            sender.close()
-        self._known.clear()
+        with self._lock:
+            for route in self._routes.values():
+                route.sender.close()
+            self._routes.clear()
+
+    def _take(self, header: Mapping[str, Any], payload: bytearray) -> _Route:
+        """The route that was kept if it is the same and free, else a new one."""
+        number, (host, port) = header["number"], header["to"]
+        key = (header["names"], bytes(payload), host, port, header["bucket_bytes"], header["timeout_s"])
+        with self._lock:
+            route = self._routes.get(number)
+            if route is None or route.key != key or route.is_busy:
+                if route is not None:
+                    route.sender.close()
+                options = SendOptions(header["bucket_bytes"], header["timeout_s"], "p2p")
+                sender = BoxSender(number, header["who"], header["target"], (host, port), self._key, options)
+                table = PairTable(tuple(header["names"]), np.frombuffer(payload, dtype=np.int64).reshape(-1, 5))
+                route = self._routes[number] = _Route(key, sender, table)
+            route.is_busy = True
+            return route

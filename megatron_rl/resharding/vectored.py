@@ -29,15 +29,14 @@ _MESSAGE = np.dtype(
 """struct mmsghdr; its beginning is a struct msghdr."""
 
 
-def _system_call(name: str, *arguments: type) -> Callable[..., int]:
+def _system_call(name: str, result: type, *arguments: type) -> Callable[..., int]:
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p, *arguments), ctypes.c_ssize_t
+    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p, *arguments), result
     return function  # type: ignore[no-any-return]
 
 
-_sendmmsg = _system_call("sendmmsg", ctypes.c_uint, ctypes.c_int)
-_sendmmsg.restype = ctypes.c_int  # type: ignore[attr-defined]
-_recvmsg = _system_call("recvmsg", ctypes.c_int)
+_sendmmsg = _system_call("sendmmsg", ctypes.c_int, ctypes.c_uint, ctypes.c_int)
+_recvmsg = _system_call("recvmsg", ctypes.c_ssize_t, ctypes.c_int)
 
 
 def send_all(connection: socket.socket, spans_S2: np.ndarray) -> None:
