@@ -25,7 +25,7 @@ from megatron_rl.controller.interfaces import free_address
 from megatron_rl.controller.reference import Reference
 from megatron_rl.controller.sample_scores import ScoresBySample, with_scores
 from megatron_rl.controller.setups import WorkerSetup
-from megatron_rl.platforms.platform import HostHeap
+from megatron_rl.platforms.host_heap import HostHeap
 from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.channel import Address
 from megatron_rl.resharding.execute import WeightSender

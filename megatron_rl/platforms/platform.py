@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -105,32 +103,6 @@ def select_platform(local_rank: int = 0) -> Platform:
     if torch.cuda.is_available():
         return CudaPlatform(torch.device("cuda", local_rank % torch.cuda.device_count()))
     return CpuPlatform()
-
-
-class HostHeap:
-    """Keeps a process from growing by what the C library's heap holds back (glibc; elsewhere it does nothing).
-
-    Packed batches differ in shape from step to step, and what one leaves between long-lived blocks does not fit the next:
-    a trainer on a CPU grew by half in ten steps. Pages that are given back cost a fault each when they are used again, so
-    they stay until `slack_bytes` have gathered.
-    """
-
-    def __init__(self, slack_bytes: int = 1280 * 1024 * 1024) -> None:
-        self._slack_bytes = slack_bytes
-        self._low_bytes = 0
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-    def trim(self) -> bool:
-        """Give the free pages back if the process has grown by more than the slack since the last time; whether it did."""
-        if self._trim is None or _resident_bytes() <= self._low_bytes + self._slack_bytes:
-            return False
-        self._trim(0)
-        self._low_bytes = _resident_bytes()
-        return True
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def free_cached_memory(device: torch.device) -> None:

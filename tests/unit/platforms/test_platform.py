@@ -6,8 +6,7 @@ import sys
 
 import torch
 
-from megatron_rl.platforms import platform as platform_module
-from megatron_rl.platforms.platform import CpuPlatform, CudaPlatform, HostHeap, select_platform
+from megatron_rl.platforms.platform import CpuPlatform, CudaPlatform, select_platform
 
 
 def test_the_platform_is_what_is_there() -> None:
@@ -51,25 +50,6 @@ torch.testing.assert_close(logits, hidden @ weight.T)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_heap_is_given_back_when_enough_has_gathered(monkeypatch):
-    resident, trims = [100], []
-    heap = HostHeap(slack_bytes=50)
-    monkeypatch.setattr(platform_module, "_resident_bytes", lambda: resident[0])
-    heap._trim = trims.append
-    assert heap.trim() and len(trims) == 1, "the first time it learns where the process stands"
-    for resident[0], is_due in ((120, False), (150, False), (151, True), (180, False)):
-        assert heap.trim() == is_due
-    assert len(trims) == 2
-
-
-def test_a_trimmed_heap_is_smaller():
-    blocks = [bytearray(64 * 1024) for _ in range(4000)]  # below the size that is mapped on its own
-    kept, size = blocks[::100], platform_module._resident_bytes()
-    del blocks
-    assert HostHeap(slack_bytes=0).trim()
-    assert platform_module._resident_bytes() < size - 150 * 2**20 and len(kept) == 40
 
 
 def test_numbers_too_small_to_compute_with_are_zero_on_every_thread() -> None:

@@ -92,13 +92,18 @@ def _attend(
     slots_NC = req_to_token[req_pool_indices.long(), :context].long()
     slots_NC = torch.where(steps_C < seq_lens_N[:, None], slots_NC, slots_NC[:, :1])  # what lies behind the end is no slot
     mask_NLC = steps_C <= (prefix_lens_N[:, None] + steps_L)[:, :, None]
-    query = query_TQD[rows_NL].float().unflatten(2, (num_kv, group)).permute(0, 2, 3, 1, 4)  # [N, K, G, L, D]
+    is_ragged = num_queries * len(seq_lens_N) != len(query_TQD)  # otherwise, as in decoding, all rows in their order
+    query = query_TQD[rows_NL] if is_ragged else query_TQD.unflatten(0, (-1, num_queries))
+    query = query.float().unflatten(2, (num_kv, group)).permute(0, 2, 3, 1, 4)  # [N, K, G, L, D]
     key, value = (_gather(cache, slots_NC).float().transpose(1, 2) for cache in (k_cache, v_cache))  # [N, K, C, D]
     # The G query heads of one key-value head stand where further queries would: no key is repeated.
     mask = mask_NLC[:, None, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
     attended = F.scaled_dot_product_attention(query.flatten(2, 3), key, value, attn_mask=mask, scale=scaling)
     attended = attended.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [N, L, Q, D]
-    output_TQD[rows_NL[is_query_NL]] = attended[is_query_NL].to(output_TQD.dtype)
+    if is_ragged:
+        output_TQD[rows_NL[is_query_NL]] = attended[is_query_NL].to(output_TQD.dtype)
+    else:
+        output_TQD.copy_(attended.flatten(0, 1))
 
 
 def _gather(cache: torch.Tensor, slots_NC: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_rl.platforms.cpu_bf16 import enable_fp32_products_of_bf16, lacks_bf16_units
+from megatron_rl.platforms.host_heap import keep_freed_memory
 from megatron_rl.rollout.sglang.cpu_layer.attention import batched_decode, batched_extend
 
 CHECKED_VERSION = "0.5.23"
@@ -167,6 +168,7 @@ def register() -> None:
         HookRegistry.register(patch.target, patch.hook, HookType[patch.kind])
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    keep_freed_memory()
     torch.set_flush_denormal(True)  # as in the trainer: softmax over a large vocabulary is full of them
     if lacks_bf16_units():
         enable_fp32_products_of_bf16()  # as the trainer does; three times faster than the emulated ones
