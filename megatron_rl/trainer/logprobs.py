@@ -4,8 +4,8 @@ Never more than one chunk of fp32 logits exists, forward or backward. The backwa
 forward pass on the stage that makes logits, finds the last chunk as the forward pass left it and makes the others anew.
 (32k tokens x 152k entries would be 20 GB.)
 
-bf16 operands are widened to fp32 on CPU, once for all chunks: products there are fastest in fp32, and nothing is rounded
-in between.
+bf16 operands are widened to fp32 on CPU, once for all chunks and both passes: products there are fastest in fp32, and nothing
+is rounded in between.
 
 Shape suffixes: _K scored rows, _C rows of one chunk, V entries of this rank's vocabulary shard, H hidden.
 """
@@ -82,12 +82,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_KH, weight_VH, local_targets_K, normalisers_K, entropies_K)
         ctx.temperature, ctx.num_entries, ctx.chunk_tokens = temperature, num_entries, chunk_tokens
         ctx.last_log_p_CV = logits_CV.sub_(log_total_C[:, None]) if keep and num_rows else None
+        ctx.weight = weight if keep else None
         return logprobs_K, entropies_K
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_K: Tensor, grad_entropies_K: Tensor) -> tuple[Tensor | None, ...]:
         hidden_KH, weight_VH, local_targets_K, normalisers_K, entropies_K = ctx.saved_tensors
-        hidden, weight = _widened(hidden_KH), _widened(weight_VH[: ctx.num_entries])
+        hidden, weight = _widened(hidden_KH), ctx.weight
+        ctx.weight = None
+        if weight is None:
+            weight = _widened(weight_VH[: ctx.num_entries])
         grad_hidden_KH = torch.zeros_like(hidden_KH)
         grad_weight = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         has_entropy_gradient = bool(grad_entropies_K.any())
@@ -97,7 +101,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_p_CV, ctx.last_log_p_CV = ctx.last_log_p_CV, None
             if log_p_CV is None:
                 log_p_CV = _logits(hidden_CH, weight, ctx.temperature).sub_(normalisers_K[rows, None])
-            p_CV = log_p_CV.exp()
+            p_CV = log_p_CV.exp() if has_entropy_gradient else log_p_CV.exp_()
             if has_entropy_gradient:
                 entropy_part_CV = (log_p_CV + entropies_K[rows, None]).mul_(p_CV).mul_(grad_entropies_K[rows, None])
             grad_logits_CV = p_CV.mul_(-grad_C[:, None])
@@ -110,7 +114,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_logits_CV /= ctx.temperature
             grad_logits_CV = grad_logits_CV.to(weight.dtype)
             grad_hidden_KH[rows] = grad_logits_CV @ weight
-            grad_weight[: ctx.num_entries] += grad_logits_CV.T @ hidden_CH
+            if weight.dtype is torch.float32:
+                grad_weight[: ctx.num_entries].addmm_(grad_logits_CV.T, hidden_CH)
+            else:
+                grad_weight[: ctx.num_entries] += grad_logits_CV.T @ hidden_CH
         return grad_hidden_KH, grad_weight.to(weight_VH.dtype), None, None, None, None, None, None
 
 
