@@ -121,10 +121,9 @@ def _ended(process: subprocess.Popen[bytes], left_s: float) -> ProgramStatus:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The child is the leader of its group; in its namespace everything else goes with it.
+    """The child is the leader of its group; the first process of its namespace is in the group too.
 
-    The first process of the namespace is in the group and ends after all others there: it is waited for, since on a busy
-    machine it outlives the leader for a moment.
+    That one ends after all others of the namespace, and is waited for: on a busy machine it outlives the leader for a moment.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

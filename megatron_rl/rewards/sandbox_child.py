@@ -1,8 +1,8 @@
 """The process of `sandbox`: takes on its limits, leaves the network, and runs one program.
 
 Started by its path under `python -I`, it imports nothing of this package. Arguments: the limits as JSON, the program.
-The program runs in a child of this process, the first one of a new process namespace: when it ends, all that it started
-ends. It ends when this process does.
+The first process of a new process namespace waits for the program: when that ends, all that it started ends. It is a
+process of ours, and so stays in the group of this one, whatever session the program opens; it ends when this one does.
 """
 
 from __future__ import annotations
@@ -55,15 +55,25 @@ def run(path: str) -> int:
     return 0
 
 
+def wait_for(child: int) -> int:
+    """Its exit code, as a shell tells it. The first process of a namespace is also the parent of those that lost theirs."""
+    while True:
+        ended, how = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(how)
+            return code if code >= 0 else 128 - code
+
+
 def main() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever waits for the result may be killed for taking too long
     is_isolated = leave_network(libc)
     os.write(1, b"i" if is_isolated else b"b")
-    child = os.fork()
-    if child:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return status if status >= 0 else 128 - status
+    if child := os.fork():
+        return wait_for(child)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if child := os.fork():
+        return wait_for(child)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     set_limits(json.loads(sys.argv[1]))
     code = run(sys.argv[2])
