@@ -5,7 +5,7 @@ pipe that the owner holds open; end of file, however it comes about (stop, crash
 PR_SET_PDEATHSIG alone would not do: it follows the thread that forked, and SGLang's children are not ours.
 
 The server's output goes to standard output line by line with the secrets blotted out, since SGLang logs its keys.
-When the server has ended, for whatever reason, every process of its session is killed, WORK_DIR (its TMPDIR) is
+When the server has ended, for whatever reason, every process that descends from it is killed, WORK_DIR (its TMPDIR) is
 removed and shared-memory files of SGLang that nobody maps any more are unlinked. The exit code is the server's.
 """
 
@@ -20,9 +20,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The pipe alone tells the guardian when to stop; the server gets the default handlers back."""
 POLL_S = 0.1
@@ -33,31 +34,48 @@ SHM_PREFIXES = ("sgl_shm_mq_", "sglang_loads_")
 
 def processes_of_session(session: int) -> list[int]:
     """Living processes (no zombies) whose session is `session`."""
-    found = []
+    return [pid for pid, _, found in living_processes() if found == session]
+
+
+def living_processes() -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, session) of each process that is no zombie."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
                 continue
-            if fields[0] != "Z" and int(fields[3]) == session:
-                found.append(int(entry))
-    return found
+            if fields[0] != "Z":
+                yield int(entry), int(fields[1]), int(fields[3])
 
 
-def signal_session(session: int, number: signal.Signals) -> None:
-    for pid in processes_of_session(session):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def end_descendants(session: int, deadline_s: float) -> bool:
+    """SIGKILL what is left of the server's session and whatever else has become this process's child, until there is none.
 
-
-def wait_session_empty(session: int, deadline_s: float) -> bool:
+    One sweep would not do: a process that is just being forked is not listed yet. False when the deadline passes first.
+    """
     end = time.monotonic() + deadline_s
-    while processes_of_session(session):
+    while True:
+        for pid, parent, found in living_processes():
+            if found == session or parent == os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if not has_children():
+            return True
         if time.monotonic() > end:
             return False
         time.sleep(POLL_S)
-    return True
+
+
+def has_children() -> bool:
+    """Whether this process has any child that has not ended; those that have are reaped."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
 
 
 def unlink_orphaned_shared_memory(since: float) -> None:
@@ -101,6 +119,7 @@ def guard(secrets: list[bytes], grace_s: float, command: list[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent down there becomes our child
     started = time.time()
     server = subprocess.Popen(
         command,
@@ -129,10 +148,10 @@ def guard(secrets: list[bytes], grace_s: float, command: list[str]) -> int:
             server.terminate()
         if kill_at is not None and time.monotonic() > kill_at:
             break
-    signal_session(server.pid, signal.SIGKILL)
+    server.kill()
     server.wait()
-    wait_session_empty(server.pid, deadline_s=5.0)
-    while rest is not None:  # all writers are gone, so this ends
+    end_descendants(server.pid, deadline_s=5.0)
+    while rest is not None and select.select([output], [], [], 1.0)[0]:  # it ends with the last writer
         rest = copy_output(output, secrets, rest)
     unlink_orphaned_shared_memory(started)
     return server.returncode

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.rollout.sglang import process as process_module
 from megatron_rl.rollout.sglang.errors import EngineDeadError
-from megatron_rl.rollout.sglang.guardian import processes_of_session, wait_session_empty
+from megatron_rl.rollout.sglang.guardian import processes_of_session
 from megatron_rl.rollout.sglang.keys import make_keys
 from megatron_rl.rollout.sglang.launch_args import ServerLaunch
 from megatron_rl.rollout.sglang.process import SglangServer, free_port, make_work_dir
@@ -28,6 +28,10 @@ SERVER = textwrap.dedent(
     if behaviour == "crash":
         print("Traceback: out of memory")
         sys.exit(7)
+    if behaviour == "scatter":  # a session of its own, and one that is always just being forked
+        subprocess.Popen([sys.executable, "-S", "-c", child, secret], start_new_session=True)
+        chain = "import os, time\\nwhile True:\\n  time.sleep(0.03)\\n  if os.fork(): os._exit(0)"
+        subprocess.Popen([sys.executable, "-S", "-c", chain, secret])
     if behaviour == "resist":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -92,6 +96,28 @@ def test_a_server_that_resists_sigterm_is_killed_with_its_children(start):
     assert processes_of_session(one.session) == []
 
 
+def test_no_descendant_outlives_the_server(start):
+    one = start("scatter")
+    one.server.wait_ready(20.0)
+
+    def left() -> list[Path]:
+        return [path for path in Path("/proc").glob("[0-9]*/cmdline") if one.secret.encode() in _read(path)]
+
+    deadline = time.monotonic() + 10.0
+    while len(left()) < 3 and time.monotonic() < deadline:  # the server and both of its children
+        pass
+    assert len(left()) >= 3
+    one.server.stop()
+    assert not left()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended while we looked
+        return b""
+
+
 def test_a_crash_is_one_line_with_the_end_of_the_log(start):
     one = start("crash")
     with pytest.raises(EngineDeadError, match=r"engine toy ended with exit code 7; see .*engine\.log: .*out of memory"):
@@ -126,8 +152,7 @@ def test_the_server_dies_with_its_owner(tmp_path):
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert wait_session_empty(int(session), deadline_s=20.0)
-    deadline = time.monotonic() + 10.0
-    while Path(work_dir).exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 20.0
+    while (Path(work_dir).exists() or processes_of_session(int(session))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not Path(work_dir).exists()
+    assert not Path(work_dir).exists() and not processes_of_session(int(session))
