@@ -124,7 +124,9 @@ def plan_launch(
     )
 
 
-_CPU_ARGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
+_CPU_ARGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "disable_overlap_schedule": True}
+"""A step computed on the processor itself leaves nothing to overlap: scheduling one ahead would only decode a step too many
+for whatever ends, and prefill what the batch before is about to cache."""
 
 
 def _flag(key_path: str, name: str, value: Any) -> list[str]:
