@@ -28,7 +28,9 @@ class EngineHost:
     def __init__(self, setup: EngineSetup, number: int, interface: str) -> None:
         self._setup, self._number, self._interface = setup, number, interface
         self._started: StartedEngine | None = None
-        self._desk = RequestDesk(lambda request: self._engine.generate(request))
+        self._desk = RequestDesk(
+            lambda request: self._engine.generate(request), lambda request_ids: self._engine.abort(request_ids)
+        )
 
     async def free_address(self) -> Address:
         """This node's interface and a port that is free on it, where the nodes of an engine meet."""
@@ -46,6 +48,9 @@ class EngineHost:
 
     async def exchange(self, requests: Sequence[GenerationRequest], cancelled: Sequence[str], wait: bool) -> list[Answer]:
         return await self._desk.exchange(requests, cancelled, wait)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._desk.abort(request_ids)
 
     async def pause(self, mode: str) -> None:
         await self._engine.pause(mode)

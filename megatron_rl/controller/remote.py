@@ -66,6 +66,10 @@ class RemoteEngine:
     async def generate(self, request: GenerationRequest) -> tuple[RolloutSegment, ...]:
         return await self._or_dead_node(self._stream.generate(request))
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if sent := self._stream.withdraw(request_ids):
+            await self._call("abort", sent)
+
     async def pause(self, mode: str) -> None:
         await self._call("pause", mode)
 

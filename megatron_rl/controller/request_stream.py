@@ -17,6 +17,8 @@ Answer = tuple[str, Segments | Exception]
 Exchange = Callable[[Sequence[GenerationRequest], Sequence[str], bool], Awaitable[Sequence[Answer]]]
 """`RequestDesk.exchange`, wherever it is."""
 
+ABORT_AGAIN_S = 0.2
+"""After how long a request that was ended and has not answered is ended again: it may still have been on its way."""
 COALESCE_S = 0.002
 """How long an answer waits for others that end at the same time: a decode step or less."""
 
@@ -24,8 +26,12 @@ COALESCE_S = 0.002
 class RequestDesk:
     """The engine's side: runs what it is given and hands out what has ended, each answer once."""
 
-    def __init__(self, generate: Callable[[GenerationRequest], Awaitable[Segments]]) -> None:
-        self._generate = generate
+    def __init__(
+        self,
+        generate: Callable[[GenerationRequest], Awaitable[Segments]],
+        abort: Callable[[Sequence[str]], Awaitable[None]],
+    ) -> None:
+        self._generate, self._abort = generate, abort
         self._running: dict[str, asyncio.Task[None]] = {}
         self._ended: list[Answer] = []
         self._has_ended = asyncio.Event()
@@ -49,6 +55,14 @@ class RequestDesk:
             await asyncio.sleep(COALESCE_S)
         ended, self._ended = self._ended, []
         return ended
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Have these requests answer with what they have; returns when they did."""
+        tasks = {name: task for name in request_ids if (task := self._running.get(name))}
+        while tasks:
+            await self._abort(list(tasks))
+            await asyncio.wait(tasks.values(), timeout=ABORT_AGAIN_S)
+            tasks = {name: task for name, task in tasks.items() if not task.done()}
 
     async def _run(self, request: GenerationRequest) -> None:
         answer: Segments | Exception
@@ -88,6 +102,14 @@ class RequestStream:
                 self._cancelled.append(request.request_id)
                 self._wake()
             raise
+
+    def withdraw(self, request_ids: Sequence[str]) -> list[str]:
+        """Those that have not left yet are answered with nothing; the names of the others, which only the engine can end."""
+        unsent = {request.request_id for request in self._requests}.intersection(request_ids)
+        self._requests = [request for request in self._requests if request.request_id not in unsent]
+        for name in unsent:
+            self._resolve(name, ())
+        return [name for name in request_ids if name not in unsent]
 
     def _wake(self) -> None:
         if self._pump is None or self._pump.done():

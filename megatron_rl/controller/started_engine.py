@@ -9,14 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.resharding.channel import Address
-from megatron_rl.types.protocols import GenerationEngine
-from megatron_rl.types.rollout import EngineLoad
+from megatron_rl.rollout.producer import ReportingEngine
 
 
-class ScoringEngine(GenerationEngine, Protocol):
-    """An engine that also says how busy it is, and scores given tokens: probes compare it with the trainer."""
-
-    async def load(self) -> EngineLoad: ...
+class ScoringEngine(ReportingEngine, Protocol):
+    """An engine that also scores given tokens: probes compare it with the trainer."""
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-prob (float32, temperature 1) of each token given those before it; 0 for the first."""

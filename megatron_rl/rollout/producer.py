@@ -36,9 +36,13 @@ LOAD_INTERVAL_S = 1.0
 
 
 class ReportingEngine(GenerationEngine, Protocol):
-    """An engine that says how busy it is."""
+    """An engine that says how busy it is, and ends single requests."""
 
     async def load(self) -> EngineLoad: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """These requests are answered with what they have; ids that do not run are ignored."""
+        ...
 
 
 class Producer:
@@ -76,7 +80,12 @@ class Producer:
         """How the engines are to be paused for the next weights: what becomes of the KV cache of what runs."""
         self._content: dict[str, SampleContent] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._asked: set[str] = set()
+        """Samples whose request is at an engine."""
+        self._aborted: set[str] = set()
+        """Those of them that were dropped, until they return."""
         self._scoring: set[asyncio.Task[None]] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
         self._meter = SlotMeter()
         self._is_open = False
         self._changed = asyncio.Event()
@@ -135,7 +144,7 @@ class Producer:
         """End everything that runs."""
         self._is_open = False
         programs = [content.program for content in self._content.values() if content.program]
-        tasks = [*self._tasks.values(), *programs, *self._scoring, *([self._watch] if self._watch else [])]
+        tasks = [*self._tasks.values(), *programs, *self._scoring, *self._aborts, *([self._watch] if self._watch else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -167,6 +176,8 @@ class Producer:
     async def _close_phase(self) -> None:
         """Lockstep trains alone: what is unfinished rests on its engine, or here when it is aborted."""
         self._is_open = False
+        while self._aborted:
+            await self._wait()
         if self._tasks:
             await self._choose_pause_mode()
             await asyncio.gather(*(engine.pause(self.pause_mode) for engine in self._engines))
@@ -226,6 +237,7 @@ class Producer:
             request = GenerationRequest(
                 name, content.token_ids, replace(sampling, max_new_tokens=limit), request_seed(self._seed, name)
             )
+            self._asked.add(name)
             segments = await self._engines[engine].generate(request)
             if self._end(sample, segments, limit):
                 self._begin_score(sample, content, segments[-1].finish_reason is FinishReason.STOP)
@@ -264,6 +276,8 @@ class Producer:
         """Keep what a go gave and tell the scheduler; whether the sample is complete. A complete turn goes to its function."""
         self._meter.change(-1)
         del self._tasks[sample.sample_id]
+        self._asked.discard(sample.sample_id)
+        self._aborted.discard(sample.sample_id)
         content = self._content[sample.sample_id]
         content.segments += [segment for segment in segments if segment.token_ids]
         num_new = sum(len(segment.token_ids) for segment in segments)
@@ -306,16 +320,35 @@ class Producer:
             self._changed.set()  # after all of the above: whoever waits looks at it
 
     def _drop(self) -> None:
-        """Forget what the scheduler dropped; what still runs is ended at its engine."""
+        """Forget what the scheduler dropped. What still runs is ended at its engine, and forgotten when it has returned with
+        the tokens that are to be counted."""
         dropped = self._state.take_dropped()
         if self._tail_rounds:
             self._keep_prompts([sample for sample in dropped if sample.fate is Fate.DROPPED_EARLY_STOP])
+        running: dict[int, list[str]] = {}
         for sample in dropped:
-            if task := self._tasks.get(sample.sample_id):
+            name = sample.sample_id
+            if name in self._asked:
+                assert sample.engine is not None
+                running.setdefault(sample.engine, []).append(name)
+            elif task := self._tasks.get(name):
                 task.cancel()
                 self._end(sample, (), 0)
             else:
                 self._forget(sample)
+        for engine, names in running.items():
+            self._aborted.update(names)
+            self._aborts.add(asyncio.create_task(self._abort(engine, names)))
+
+    async def _abort(self, engine: int, names: Sequence[str]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._engines[engine].abort(names)
+        except Exception as error:  # noqa: BLE001 (raised where the next batch is waited for)
+            self._fail(error)
+        finally:
+            self._aborts.remove(task)
 
     def _keep_prompts(self, samples: Sequence[SampleWork]) -> None:
         """The prompts of a cut round's rest: late, or as if they had not been drawn."""

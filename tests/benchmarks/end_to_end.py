@@ -6,8 +6,7 @@ The first call sets up TRL in a virtual environment of its own (`.venv-trl`). Bo
 the same prompts with the same reward, precision (bf16 compute, fp32 master weights, or all fp32), learning rate and number
 of samples, with two threads. They take turns; the figures are the medians over all steps but the first of every turn.
 Memory is the sum over all processes of a contestant. `--accuracy`: both answer the same held-out prompts at the end of
-their last turn (give `--turns 1 --steps 40`). `--precision`: that of both, in the place of the case's own; without bf16 units
-TRL takes a few minutes per step in bf16 and a quarter of that in fp32.
+their last turn (give `--turns 1 --steps 40`). `--precision`: that of both, in the place of the case's own.
 """
 
 from __future__ import annotations

@@ -114,6 +114,23 @@ def test_abort_returns_what_was_sampled(engine, receivers, loop):
     assert any(segment.token_ids for (segment,) in answers)
 
 
+def test_a_request_is_ended_alone(engine, receivers, loop):
+    """SGLang aborts whatever begins with the id it is given: sample 1 would take 10 and 11 along."""
+    requests = [GenerationRequest(f"alone/{i}", (9, 3 + i, 77), LONG, seed=i) for i in (1, 10, 11)]
+
+    async def scenario():
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in requests]
+        await wait_sampling(engine, 3)
+        await engine.abort(["alone/1", "unknown"])
+        return await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
+
+    (ended,), *others = loop(scenario())
+    assert ended.finish_reason is FinishReason.ABORT
+    assert 0 < len(ended.token_ids) == len(ended.logprobs) < NUM_TOKENS
+    for (segment,) in others:
+        assert segment.finish_reason is FinishReason.LENGTH and len(segment.token_ids) == NUM_TOKENS
+
+
 def test_an_abandoned_update_leaves_the_engine_paused_until_the_next_commit(engine, receivers, loop):
     async def scenario():
         version = await engine.policy_version()

@@ -98,6 +98,10 @@ class EmbeddedEngine:
                 self._post(lambda: self._scheduler.drop(generation))
             raise
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """These requests are answered with what they have; ids that do not run are ignored."""
+        await self._call(lambda: self._scheduler.abort(frozenset(request_ids)))
+
     async def pause(self, mode: str) -> None:
         """See `GenerationEngine`. When it returns, no step runs and the weights may be written.
 
@@ -226,7 +230,7 @@ class EmbeddedEngine:
         self._paused = True
         self._decoder.forget_weights()
         if mode == "abort":
-            self._scheduler.abort()
+            self._scheduler.abort_all()
         elif mode == "retract":
             self._scheduler.retract()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -166,11 +167,18 @@ class Scheduler:
         running = [self._pool.leave(slot) for slot in reversed(range(self.num_running))]
         self._waiting.extendleft(running)
 
-    def abort(self) -> None:
+    def abort_all(self) -> None:
         """Answer everything, running and waiting, with what it has."""
         self.retract()
         while self._waiting:
             self._waiting.popleft().finish(FinishReason.ABORT, self.version)
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Answer these requests, running or waiting, with what they have; others are not here any more."""
+        for generation in [*self._pool.generations, *self._waiting]:
+            if generation.request.request_id in request_ids:
+                self.drop(generation)
+                generation.finish(FinishReason.ABORT, self.version)
 
     def fail(self, error: BaseException) -> None:
         """Answer everything with `error` and forget the KV, which may hold what caused it."""

@@ -84,6 +84,11 @@ class SglangEngine:
         reply = await self._client.post("/generate", body, self._request_timeout_s)
         return replies.to_segments(self.name, reply, self._routing)
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """These requests are answered with what they have; ids that do not run are ignored. Of one that waits to be
+        prefilled again SGLang no longer tells what it had sampled since it was last returned."""
+        await asyncio.gather(*(self._control("/abort_request", replies.build_abort_body(name)) for name in request_ids))
+
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-prob (float32, temperature 1) of each token given those before it; 0 for the first."""
         return list(await asyncio.gather(*(self._score_one(sequence) for sequence in token_ids)))

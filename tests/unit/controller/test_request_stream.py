@@ -26,18 +26,30 @@ class StepEngine:
     def __init__(self) -> None:
         self.waiting: dict[str, tuple[GenerationRequest, asyncio.Future]] = {}
         self.cancelled: list[str] = []
+        self.aborts: list[str] = []
+        self.deaf: list[str] = []
+        """Requests whose first abort is not heard: it came before them."""
         self.steps = 0
 
     async def generate(self, asked):
         future = asyncio.get_running_loop().create_future()
         self.waiting[asked.request_id] = (asked, future)
         try:
-            await future
+            if await future is FinishReason.ABORT:
+                return (RolloutSegment((7,), (-1.0,), PolicyVersion(2), FinishReason.ABORT),)
         except asyncio.CancelledError:
             self.waiting.pop(asked.request_id, None)
             self.cancelled.append(asked.request_id)
             raise
         return answer(asked)
+
+    async def abort(self, request_ids):
+        for name in request_ids:
+            self.aborts.append(name)
+            if name in self.deaf:
+                self.deaf.remove(name)
+            elif name in self.waiting:
+                self.waiting.pop(name)[1].set_result(FinishReason.ABORT)
 
     def step(self) -> None:
         self.steps += 1
@@ -45,6 +57,10 @@ class StepEngine:
             if asked.sampling.max_new_tokens <= self.steps and not future.done():
                 del self.waiting[name]
                 future.set_result(None)
+
+
+async def nothing_to_abort(request_ids):
+    raise AssertionError(f"{request_ids} are aborted")
 
 
 class Wire:
@@ -67,7 +83,7 @@ async def settle() -> None:
 def test_calls_follow_the_steps_not_the_samples():
     async def run():
         engine = StepEngine()
-        wire = Wire(RequestDesk(engine.generate))
+        wire = Wire(RequestDesk(engine.generate, engine.abort))
         stream = RequestStream(wire.exchange)
         asked = [request(f"r{i}", i % 5 + 1) for i in range(200)]
         tasks = [asyncio.create_task(stream.generate(r)) for r in asked]
@@ -88,7 +104,7 @@ def test_who_is_answered_asks_again_in_the_next_exchange():
         async def at_once(asked):
             return answer(asked)
 
-        wire = Wire(RequestDesk(at_once))
+        wire = Wire(RequestDesk(at_once, nothing_to_abort))
         stream = RequestStream(wire.exchange)
 
         async def worker(number):
@@ -108,7 +124,7 @@ def test_an_error_reaches_the_one_who_asked():
                 raise ValueError("the prompt is empty")
             return answer(asked)
 
-        stream = RequestStream(RequestDesk(generate).exchange)
+        stream = RequestStream(RequestDesk(generate, nothing_to_abort).exchange)
         good, bad = await asyncio.gather(
             stream.generate(request("good")), stream.generate(request("bad")), return_exceptions=True
         )
@@ -125,7 +141,7 @@ def test_a_broken_exchange_reaches_everybody_and_the_next_request_tries_again():
         async def generate(asked):
             return answer(asked)
 
-        desk = RequestDesk(generate)
+        desk = RequestDesk(generate, nothing_to_abort)
 
         async def exchange(*batch):
             nonlocal calls
@@ -145,7 +161,7 @@ def test_a_broken_exchange_reaches_everybody_and_the_next_request_tries_again():
 def test_a_cancelled_request_leaves_the_engine_and_the_others_stay():
     async def run():
         engine = StepEngine()
-        stream = RequestStream(Wire(RequestDesk(engine.generate)).exchange)
+        stream = RequestStream(Wire(RequestDesk(engine.generate, engine.abort)).exchange)
         tasks = {name: asyncio.create_task(stream.generate(request(name))) for name in ("a", "b", "c")}
         await settle()
         tasks["b"].cancel()
@@ -165,11 +181,35 @@ def test_a_cancelled_request_leaves_the_engine_and_the_others_stay():
     asyncio.run(run())
 
 
+def test_an_aborted_request_answers_with_what_it_has():
+    async def run():
+        engine = StepEngine()
+        desk = RequestDesk(engine.generate, engine.abort)
+        stream = RequestStream(Wire(desk).exchange)
+        tasks = {name: asyncio.create_task(stream.generate(request(name))) for name in ("a", "late", "c")}
+        await settle()
+        engine.deaf.append("late")
+        assert stream.withdraw(["a", "late", "gone"]) == ["a", "late", "gone"]
+        async with asyncio.timeout(5):
+            await desk.abort(["a", "late", "gone"])
+            assert [(await tasks[name])[0].finish_reason for name in ("a", "late")] == [FinishReason.ABORT] * 2
+        assert engine.aborts == ["a", "late", "late"] and not tasks["c"].done()
+        engine.step()
+        assert await tasks["c"] == answer(request("c"))
+        unsent = asyncio.create_task(stream.generate(request("unsent")))
+        await asyncio.sleep(0)
+        assert stream.withdraw(["unsent"]) == [] and await unsent == ()
+        await settle()
+        assert not engine.waiting and not stream._waiting
+
+    asyncio.run(run())
+
+
 def test_random_requests_and_cancels_are_each_answered_once():
     async def run(seed):
         rng = random.Random(seed)
         engine = StepEngine()
-        stream = RequestStream(Wire(RequestDesk(engine.generate)).exchange)
+        stream = RequestStream(Wire(RequestDesk(engine.generate, engine.abort)).exchange)
         tasks = {}
         for number in range(60):
             name = f"r{number}"
@@ -194,7 +234,7 @@ def test_random_requests_and_cancels_are_each_answered_once():
 
 def test_an_id_that_runs_already_is_refused():
     async def run():
-        desk = RequestDesk(StepEngine().generate)
+        desk = RequestDesk(StepEngine().generate, nothing_to_abort)
         await desk.exchange([request("twin")], [], False)
         with pytest.raises(ValueError, match="'twin' runs already"):
             await desk.exchange([request("twin")], [], False)

@@ -13,7 +13,7 @@ from megatron_rl.rollout.generate.function import GenerateFunction
 from megatron_rl.scheduling.settings import OverAge, ScheduleKind
 from megatron_rl.scheduling.work import Fate
 from megatron_rl.types.rollout import NOT_SAMPLED, FinishReason
-from tests.unit.rollout.test_producer import MAX_NEW, Run, ScriptedEngine, run
+from tests.unit.rollout.scripted_producer import MAX_NEW, Run, ScriptedEngine, run
 
 TURN_TOKENS, NUM_TURNS, STOP_EVERY = 5, 3, 7
 

@@ -309,6 +309,26 @@ def test_a_cancelled_caller_frees_its_slot(old_model: PreTrainedModel) -> None:
     drive(engine, scenario)
 
 
+def test_an_aborted_request_answers_with_what_it_has_and_the_others_go_on(old_model: PreTrainedModel) -> None:
+    engine = build_engine(old_model, MOE, num_slots=4)
+
+    async def scenario() -> None:
+        gate = StepGate(engine, 3)
+        tasks = start(engine, requests())  # five on four slots: the last one waits
+        await gate.run(engine.abort(["r1", "r4", "unknown"]))
+        expected = await answers_of(old_model, requests())
+        for index in (1, 4):
+            (segment,) = await tasks[index]
+            assert segment.finish_reason is FinishReason.ABORT
+            assert segment.token_ids == expected[index][0].token_ids[: len(segment.token_ids)]
+            assert len(segment.token_ids) == len(segment.logprobs)
+        assert len((await tasks[1])[0].token_ids) > 0 == len((await tasks[4])[0].token_ids)
+        for index in (0, 2, 3):
+            assert (await tasks[index])[0].token_ids == expected[index][0].token_ids
+
+    drive(engine, scenario)
+
+
 def test_close_fails_what_is_pending_and_leaves_no_thread(old_model: PreTrainedModel) -> None:
     engine = build_engine(old_model, MOE, num_slots=2)
 

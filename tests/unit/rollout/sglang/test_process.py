@@ -19,18 +19,21 @@ from megatron_rl.rollout.sglang.process import SglangServer, free_port, make_wor
 
 SERVER = textwrap.dedent(
     """
-    import http.server, os, signal, subprocess, sys
+    import http.server, os, signal, subprocess, sys, time
     port, behaviour, secret = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     print("server of session", os.getsid(0), flush=True)
     print("my key is", secret, flush=True)
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     subprocess.Popen([sys.executable, "-S", "-c", child])
     if behaviour == "crash":
         print("Traceback: out of memory")
         sys.exit(7)
     if behaviour == "scatter":  # a session of its own, and one that is always just being forked
         subprocess.Popen([sys.executable, "-S", "-c", child, secret], start_new_session=True)
-        chain = "import os, time\\nwhile True:\\n  time.sleep(0.03)\\n  if os.fork(): os._exit(0)"
+        end = time.monotonic() + 30  # even where it is never found
+        chain = "\\n".join((
+            "import os, time", f"while time.monotonic() < {end}:", "  time.sleep(0.03)", "  if os.fork(): os._exit(0)",
+        ))
         subprocess.Popen([sys.executable, "-S", "-c", chain, secret])
     if behaviour == "resist":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

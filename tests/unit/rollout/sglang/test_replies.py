@@ -30,7 +30,7 @@ def request(seed=3, **sampling):
 
 def test_body():
     body = build_generate_body(request(temperature=0.7, stop_token_ids=(2, 9)), weights="w1")
-    assert body["rid"] == "r-1" and body["input_ids"] == [4, 5, 6]
+    assert body["rid"] == "r-1;" and body["input_ids"] == [4, 5, 6]
     assert body["extra_key"] == "w1" and body["return_logprob"] is True
     assert body["sampling_params"] == {
         "max_new_tokens": 9,
