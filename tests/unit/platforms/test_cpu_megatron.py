@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 PROBE = """
-import json, sys
+import importlib.metadata, json, sys
 import torch
 from megatron_rl.platforms import cpu_megatron
 result = {"imported_on_import": "megatron.core" in sys.modules}
@@ -26,7 +26,7 @@ first = clip_grads.torch
 code = clip_grads.clip_grad_by_total_norm_fp32.__code__
 cpu_megatron.enable_megatron_on_cpu()
 result["idempotent"] = first is clip_grads.torch and code is clip_grads.clip_grad_by_total_norm_fp32.__code__
-result["version"] = megatron.core.__version__
+result["version"] = importlib.metadata.version("megatron-core")  # its own __version__ also names this checkout's revision
 result["real_cuda_kept"] = torch.cuda.__name__ == "torch.cuda" and torch.zeros is not clip_grads.torch.zeros
 result["device"] = str(clip_grads.torch.zeros(1, device="cuda").device)
 grad = torch.ones(4)

@@ -1,4 +1,4 @@
-"""A recording stand-in for Transformer Engine: the names that Megatron-Core 0.16 imports, in plain torch, for one rank.
+"""A recording stand-in for Transformer Engine: the names that Megatron-Core 0.16 and 0.19 import, in plain torch, for one rank.
 
 `RECORD` lists what was built and called. It computes what Transformer Engine computes, so results can be compared.
 """
@@ -61,10 +61,11 @@ class GroupedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float, **options: Any) -> None:
+    def __init__(self, eps: float, **options: Any) -> None:
         super().__init__()
-        RECORD.append(("RMSNorm", {"size": hidden_size}))
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=options["params_dtype"]))
+        size = options["normalized_shape"] if "normalized_shape" in options else options["hidden_size"]  # 0.19, 0.16
+        RECORD.append(("RMSNorm", {"size": size}))
+        self.weight = nn.Parameter(torch.ones(size, dtype=options["params_dtype"]))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ pytorch = _module(
         checkpoint=None,
     ),
     ops=types.SimpleNamespace(Sequential=_empty("Sequential"), FusibleOperation=_empty("FusibleOperation")),
-    fp8=_module("pytorch.fp8", FP8GlobalStateManager=_empty("FP8GlobalStateManager"), fp8_autocast=None),
+    fp8=_module("pytorch.fp8", FP8GlobalStateManager=_empty("FP8GlobalStateManager"), fp8_autocast=None, fp8_model_init=None),
     tensor=_module("pytorch.tensor", __path__=[], QuantizedTensor=_empty("QuantizedTensor")),
     attention=_module("pytorch.attention", apply_rotary_pos_emb=apply_rotary_pos_emb),
     optimizers=_module(
