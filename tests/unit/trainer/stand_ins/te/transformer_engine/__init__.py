@@ -120,6 +120,10 @@ def multi_tensor_scale(lists: list[list[Tensor]], scale: float) -> None:
         target.copy_(source * scale)
 
 
+def multi_tensor_scale_tensor(lists: list[list[Tensor]], scale: Tensor) -> None:
+    multi_tensor_scale(lists, float(scale))
+
+
 def _module(name: str, **names: Any) -> types.ModuleType:
     module = types.ModuleType(f"{__name__}.{name}")
     module.__dict__.update(names)
@@ -156,6 +160,7 @@ pytorch = _module(
         multi_tensor_applier=multi_tensor_applier,
         multi_tensor_l2norm=multi_tensor_l2norm,
         multi_tensor_scale=multi_tensor_scale,
+        multi_tensor_scale_tensor=multi_tensor_scale_tensor,
     ),
 )
 common = _module("common", recipe=types.SimpleNamespace(DelayedScaling=_empty("DelayedScaling")))
