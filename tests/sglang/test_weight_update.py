@@ -131,6 +131,30 @@ def test_a_request_is_ended_alone(engine, receivers, loop):
         assert segment.finish_reason is FinishReason.LENGTH and len(segment.token_ids) == NUM_TOKENS
 
 
+@pytest.mark.parametrize(("mode", "version"), [("retract", 43), ("in_place", 44)])
+def test_requests_can_be_ended_around_a_pause(engine, receivers, loop, mode, version):
+    """In the pause and right after it. What `retract` had stopped is told of only once it has been prefilled again."""
+    requests = long_requests(f"around-{mode}", 3)
+
+    async def scenario():
+        before = await engine.policy_version()
+        tasks = [asyncio.ensure_future(engine.generate(r)) for r in requests]
+        await wait_sampling(engine, 3)
+        await engine.load_weights({"phase": "begin", "pause_mode": mode})
+        await engine.load_weights({"phase": "commit", "version": version})
+        await engine.abort([requests[0].request_id])
+        await engine.resume()
+        await engine.abort([requests[1].request_id])
+        return before, await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
+
+    before, (paused, resumed, whole) = loop(scenario())
+    assert paused[-1].finish_reason is resumed[-1].finish_reason is FinishReason.ABORT
+    assert [segment.policy_version for segment in whole] == [before, version]
+    assert sum(len(segment.token_ids) for segment in whole) == NUM_TOKENS
+    assert all(len(segments[0].token_ids) > 0 for segments in (paused, resumed)) or mode == "retract"
+    assert len(paused[0].token_ids) == 0 or mode == "in_place"
+
+
 def test_an_abandoned_update_leaves_the_engine_paused_until_the_next_commit(engine, receivers, loop):
     async def scenario():
         version = await engine.policy_version()

@@ -49,21 +49,17 @@ def living_processes() -> Iterator[tuple[int, int, int]]:
                 yield int(entry), int(fields[1]), int(fields[3])
 
 
-def end_descendants(session: int, deadline_s: float) -> bool:
-    """SIGKILL what is left of the server's session and whatever else has become this process's child, until there is none.
-
-    One sweep would not do: a process that is just being forked is not listed yet. False when the deadline passes first.
-    """
+def end_descendants(session: int, deadline_s: float) -> None:
+    """SIGKILL what is left of the server's session and whatever else has become this process's child, until there is none
+    or the deadline passes. One sweep would not do: a process that is just being forked is not listed yet."""
     end = time.monotonic() + deadline_s
     while True:
         for pid, parent, found in living_processes():
             if found == session or parent == os.getpid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        if not has_children():
-            return True
-        if time.monotonic() > end:
-            return False
+        if not has_children() or time.monotonic() > end:
+            return
         time.sleep(POLL_S)
 
 
