@@ -25,7 +25,7 @@ class SendOptions:
     transport: TransportChoice = "auto"
     directory: Path | None = None
     full_interval: int = 1
-    """Every n-th version is sent whole, those between as deltas (p2p alone); 1: all whole."""
+    """Every n-th version is sent whole, those between as deltas (p2p and tcp); 1: all whole."""
 
 
 class BoxSender:
@@ -117,7 +117,7 @@ class BoxSender:
             "delta_base": None,
         }  # fmt: skip
         interval = self._options.full_interval
-        if interval == 1 or self._transport_name != "p2p" or not can_encode(boxes):
+        if interval == 1 or self._transport_name not in ("tcp", "nccl") or not can_encode(boxes):
             return None, opening
         base, delta = self._base.digest, None
         if version % interval:

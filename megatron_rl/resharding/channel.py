@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import time
@@ -46,11 +47,13 @@ class Channel:
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
         self._socket = connection
         self.peer = peer
+        self._hangup = select.poll()
+        self._hangup.register(connection, select.POLLRDHUP)
         self.set_timeout(timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
         """The longest that any single wait may take from now on. The kernel keeps it: a call moves all that it can."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._socket.settimeout(None)
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -127,6 +130,10 @@ class Channel:
         if "error" in answer:
             raise PeerRefusedError(f"{self.peer}: {answer['error']}")
 
+    def is_ended(self) -> bool:
+        """Whether the peer will say no more than what is on its way: it closed its end, or this one is shut. Never waits."""
+        return bool(self._hangup.poll(0))
+
     def refuse(self, line: str) -> None:
         """Answer with an error that the peer will read even while it sends: its bytes are taken in for a short while."""
         self.send({"error": line})
@@ -162,7 +169,7 @@ class Channel:
         except ChannelError:
             raise
         except BlockingIOError:
-            raise ChannelError(f"{self.peer}: nothing moved within {self._timeout_s:.0f} s") from None
+            raise ChannelError(f"{self.peer}: nothing moved within {self.timeout_s:.0f} s") from None
         except OSError as error:
             raise ChannelError(f"{self.peer}: connection lost ({error})") from error
 

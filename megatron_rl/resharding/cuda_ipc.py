@@ -24,14 +24,14 @@ _BYTES = ("handle", "ref_counter_handle", "event_handle")
 
 
 class StagingBuffers:
-    """The sender's end: `NUM_BUFFERS` buffers of `num_bytes` on `device`. Keep it until the receiver has unmapped them.
+    """`NUM_BUFFERS` buffers of `num_bytes` on `device`, used in turn. A sender keeps it until the receiver has unmapped them.
 
     Raises ValueError when `device` is no GPU.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         if device.type != "cuda":
-            raise ValueError(f"the trainer's weights are on {device}, not on a GPU; CUDA IPC cannot hand them over")
+            raise ValueError(f"the trainer's weights are on {device}, not on a GPU; buckets are staged there")
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
 
     def describe(self) -> dict[str, Any]:
@@ -41,9 +41,13 @@ class StagingBuffers:
             "handles": [encode_handle(share_storage(buffer.untyped_storage())) for buffer in self._buffers],
         }
 
+    def part(self, number: int, num_bytes: int) -> torch.Tensor:
+        """The first bytes of the buffer whose turn it is."""
+        return self._buffers[number % NUM_BUFFERS][:num_bytes]
+
     def fill(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lay flat bytes one after another into buffer `number`, and wait until they stand there."""
-        values = self._buffers[number][: sum(part.numel() for part in parts)]
+        """Lay flat bytes one after another into the buffer whose turn it is, and wait until they stand there."""
+        values = self.part(number, sum(part.numel() for part in parts))
         torch.cat(list(parts), out=values)
         torch.cuda.current_stream(values.device).synchronize()
         return values

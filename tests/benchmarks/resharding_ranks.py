@@ -30,7 +30,7 @@ from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.hops import sources_of
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.transports import ipc, p2p
+from megatron_rl.resharding.transports import ipc, tcp
 from megatron_rl.types.layout import EngineLayout, ParallelLayout, ShardInterval
 from megatron_rl.types.resharding import SyncOrder, TransferOp
 from tests.unit.resharding.rig import expected_shard, live_vocab_rows
@@ -267,7 +267,7 @@ def prepare_sync(
 
     def announce() -> None:
         # Without a digest nothing is read for one either: gathering a strided box for a hash costs as much as sending it.
-        ipc.hash_boxes = p2p.hash_boxes = _nothing if NO_DIGEST in digests else box_memory.hash_boxes
+        ipc.hash_boxes = tcp.hash_boxes = _nothing if NO_DIGEST in digests else box_memory.hash_boxes
         if controls:
             order[0] = SyncOrder(secrets.token_hex(4), 1, tuple(addresses), dtypes, rank.plan.layout_digest)
             for control in controls:

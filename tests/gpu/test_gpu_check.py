@@ -84,8 +84,8 @@ def test_speeds_are_measured(line):
     assert generation["tokens_per_s"] == pytest.approx(5 * 6 / generation["seconds"])
 
 
-def test_absent_packages_are_named(line):
-    assert line["transformer_engine"] == line["apex"] == "absent"
+def test_absent_parts_are_named(line):
+    assert line["transformer_engine"] == line["apex"] == line["nccl"] == "absent"
 
 
 def test_without_a_gpu_it_says_what_it_would_check():

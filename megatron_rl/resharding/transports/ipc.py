@@ -207,7 +207,7 @@ class CudaIpcTransport(QueuedTransport):
             if number >= NUM_BUFFERS:
                 self._channel.expect()
             parts = [box.view.to(box.dtype).reshape(-1).view(torch.uint8) for box in bucket]
-            values = staging.fill(number % NUM_BUFFERS, parts)
+            values = staging.fill(number, parts)
             self._channel.send({"buffer": number % NUM_BUFFERS, "num_bytes": values.numel()})
             digest.update(bytes_of(values.cpu()))
         for _ in buckets[-NUM_BUFFERS:]:

@@ -12,13 +12,15 @@ from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.cuda_ipc import gpu_uuid
 from megatron_rl.resharding.transports.disk import DiskTransport
 from megatron_rl.resharding.transports.ipc import CudaIpcTransport, SharedMemoryTransport
-from megatron_rl.resharding.transports.p2p import P2pTransport
+from megatron_rl.resharding.transports.nccl import NcclTransport
 from megatron_rl.resharding.transports.protocol import Transport
+from megatron_rl.resharding.transports.tcp import TcpTransport
 
-TransportChoice = Literal["auto", "p2p", "ipc", "disk"]
+TransportChoice = Literal["auto", "p2p", "tcp", "ipc", "disk"]
 
 TRANSPORTS: Mapping[str, type] = {
-    "p2p": P2pTransport,
+    "tcp": TcpTransport,
+    "nccl": NcclTransport,
     "shared_memory": SharedMemoryTransport,
     "cuda_ipc": CudaIpcTransport,
     "disk": DiskTransport,
@@ -41,16 +43,18 @@ def build_transport(name: str, channel: Channel, bucket_bytes: int, folder: Path
 def choose_transport(choice: TransportChoice, here: Mapping[str, Any], there: Mapping[str, Any], device: torch.device) -> str:
     """The transport of a pair, from what both hosts say (`describe_host`) and where the trainer's weights are.
 
-    `auto` hands memory over where both can reach it and sends otherwise. Raises ValueError when `ipc` is asked for and
-    cannot be: the line says what is in the way.
+    `auto` hands memory over where both can reach it and sends otherwise (`p2p`): by NCCL from GPU to GPU, else over the
+    channel's own connection. Raises ValueError when `ipc` is asked for and cannot be: the line says what is in the way.
     """
-    if choice in ("p2p", "disk"):
+    if choice in ("tcp", "disk"):
         return choice
+    if choice == "p2p":
+        return "nccl" if _can_nccl(here, there) else "tcp"
     name, obstacle = _shared_memory(here, there) if device.type == "cpu" else _cuda_ipc(here, there, device)
     if obstacle is None:
         return name
     if choice == "auto":
-        return "p2p"
+        return choose_transport("p2p", here, there, device)
     raise ValueError(f"sync.transport=ipc: {obstacle}; use auto or p2p")
 
 
@@ -72,3 +76,8 @@ def _cuda_ipc(here: Mapping[str, Any], there: Mapping[str, Any], device: torch.d
     if there["device"] != "cuda" or gpu not in there["gpus"]:
         return "cuda_ipc", f"the engine rank does not see the trainer's GPU {gpu}"
     return "cuda_ipc", None
+
+
+def _can_nccl(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """NCCL joins two GPUs, never one with itself, and one version of it with the same."""
+    return here["nccl"] is not None and here["nccl"] == there["nccl"] and here["gpu"] != there["gpu"]

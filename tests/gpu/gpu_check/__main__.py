@@ -22,12 +22,14 @@ import torch
 import transformers
 
 from megatron_rl.platforms.platform import CpuPlatform, Platform, select_platform
+from megatron_rl.resharding.nccl import load_nccl
 
 BUDGET_S = 450
 WHAT = {
     "equality": "Megatron and the embedded engine against transformers: Qwen3-MoE and Llama, fp32 and bf16",
     "training": "a falling loss over a few optimizer steps in bf16 with fp32 masters, and a GSPO step",
     "weight_sync": "weights over CUDA IPC into an engine process on the same GPU, bit by bit, before and after a step",
+    "nccl": "bytes over NCCL, between two GPUs where there are two, else from one to itself",
     "offload": "a trainer's device memory given up and taken back between two steps, as in colocation",
     "generation_speed": "tokens per second of the embedded engine on a 2.5-billion-weight Qwen3-MoE",
     "training_speed": "tokens per second and model FLOPs utilisation on the same model",
@@ -41,6 +43,7 @@ def build_checks() -> dict[str, Callable[[Platform], dict[str, Any]]]:
     from gpu_check.equality import check_equality
     from gpu_check.generation import measure_generation
     from gpu_check.models import process_group
+    from gpu_check.nccl import check_nccl
     from gpu_check.sizes import sizes_for
     from gpu_check.training import check_offload, check_training, measure_training
     from gpu_check.weight_sync import check_weight_sync
@@ -56,6 +59,7 @@ def build_checks() -> dict[str, Callable[[Platform], dict[str, Any]]]:
         "equality": alone(check_equality),
         "training": alone(check_training),
         "weight_sync": alone(check_weight_sync),
+        "nccl": check_nccl,
         "offload": alone(check_offload),
         "generation_speed": lambda platform: measure_generation(platform, sizes_for(platform)),
         "training_speed": alone(measure_training),
@@ -65,7 +69,9 @@ def build_checks() -> dict[str, Callable[[Platform], dict[str, Any]]]:
 
 
 def is_absent(name: str) -> bool:
-    """Whether a check is about an optional package that is not here."""
+    """Whether a check is about an optional part that is not here."""
+    if name == "nccl":
+        return not torch.cuda.is_available() or load_nccl() is None
     packages = {"transformer_engine": "transformer_engine", "apex": "amp_C"}  # amp_C: NVIDIA apex built with extensions
     return name in packages and importlib.util.find_spec(packages[name]) is None
 

@@ -16,7 +16,7 @@ from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from tests.unit.resharding.rig import FILL, KEY, TIMEOUT_S, world
 
 OPEN = {
-    "kind": "open", "sync": "s", "source": 0, "transport": "p2p", "bucket_bytes": 64, "timeout_s": 5.0,
+    "kind": "open", "sync": "s", "source": 0, "transport": "tcp", "bucket_bytes": 64, "timeout_s": 5.0,
     "digests": ["blake2b"], "delta_base": None,
 }  # fmt: skip
 TABLE = {"kind": "table", "source": 0, "names": ["a.weight"]}

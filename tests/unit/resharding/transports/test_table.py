@@ -19,7 +19,8 @@ def here():
 def test_ranks_of_one_machine_hand_memory_over(here):
     assert table.choose_transport("auto", here, dict(here), CPU) == "shared_memory"
     assert table.choose_transport("ipc", here, dict(here), CPU) == "shared_memory"
-    assert table.choose_transport("p2p", here, dict(here), CPU) == "p2p"
+    assert table.choose_transport("p2p", here, dict(here), CPU) == "tcp"
+    assert table.choose_transport("tcp", here, dict(here), CPU) == "tcp"
     assert table.choose_transport("disk", here, dict(here), CPU) == "disk"
 
 
@@ -34,16 +35,30 @@ def test_ranks_of_one_machine_hand_memory_over(here):
 )
 def test_what_is_in_the_way_is_said(here, change, reason):
     there = here | change
-    assert table.choose_transport("auto", here, there, CPU) == "p2p"
+    assert table.choose_transport("auto", here, there, CPU) == "tcp"
     with pytest.raises(ValueError, match=rf"sync\.transport=ipc: .*{reason}.*; use auto or p2p"):
         table.choose_transport("ipc", here, there, CPU)
 
 
-def test_gpus_are_told_by_their_names(here, monkeypatch):
+@pytest.fixture
+def on_gpu(here, monkeypatch):
     monkeypatch.setattr(table, "gpu_uuid", lambda device: "GPU-a")
-    ours = here | {"device": "cuda", "gpus": ["GPU-a"]}
-    assert table.choose_transport("auto", ours, ours | {"gpus": ["GPU-b", "GPU-a"]}, GPU) == "cuda_ipc"
-    assert table.choose_transport("auto", ours, ours | {"gpus": ["GPU-b"]}, GPU) == "p2p"
-    assert table.choose_transport("auto", ours, ours | {"boot": "another"}, GPU) == "p2p"
+    return here | {"device": "cuda", "gpu": "GPU-a", "gpus": ["GPU-a"], "nccl": 22705}
+
+
+def test_gpus_are_told_by_their_names(here, on_gpu):
+    assert table.choose_transport("auto", on_gpu, on_gpu | {"gpus": ["GPU-b", "GPU-a"]}, GPU) == "cuda_ipc"
+    assert table.choose_transport("auto", on_gpu, on_gpu | {"gpu": "GPU-b", "gpus": ["GPU-b"]}, GPU) == "nccl"
+    assert table.choose_transport("auto", on_gpu, on_gpu | {"gpu": "GPU-b", "boot": "another"}, GPU) == "nccl"
     with pytest.raises(ValueError, match="does not see the trainer's GPU GPU-a"):
-        table.choose_transport("ipc", ours, here, GPU)
+        table.choose_transport("ipc", on_gpu, here, GPU)
+
+
+def test_nccl_joins_two_gpus_of_one_version(here, on_gpu):
+    other = on_gpu | {"gpu": "GPU-b", "gpus": ["GPU-b"]}
+    assert table.choose_transport("p2p", on_gpu, other, GPU) == "nccl"
+    assert table.choose_transport("tcp", on_gpu, other, GPU) == "tcp"
+    for there in (other | {"nccl": 22602}, other | {"nccl": None}, on_gpu, here):
+        assert table.choose_transport("p2p", on_gpu, there, GPU) == "tcp"
+    assert table.choose_transport("p2p", on_gpu | {"nccl": None}, other, GPU) == "tcp"
+    assert table.choose_transport("p2p", here, other, CPU) == "tcp"

@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
     spans: np.ndarray | None
 
 
-class P2pTransport(QueuedTransport):
+class TcpTransport(QueuedTransport):
     """See `Transport`. Holds at most two buckets of `bucket_bytes` beside the parameters.
 
     Spans are kept from sync to sync, and good for as long as every parameter lies where it lay.
