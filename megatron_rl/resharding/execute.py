@@ -11,12 +11,14 @@ import torch
 from megatron_rl.resharding.box_sender import BoxSender, SendOptions
 from megatron_rl.resharding.box_table import PlanError
 from megatron_rl.resharding.boxes import PairTable, as_matrix
-from megatron_rl.resharding.channel import Address
+from megatron_rl.resharding.channel import Address, ChannelError
 from megatron_rl.resharding.plan import ReshardPlan
 from megatron_rl.resharding.precision import check_block_boxes, made_boxes, with_scales
 from megatron_rl.types.resharding import ShardDigest, SourceParam, SyncOrder
 
 Chunks = Sequence[Mapping[str, torch.Tensor]]
+_PAIRS_AT_ONCE = 2
+"""Per rank: the second hashes and shakes hands while the first sends. More only divide the same cores and the same wire."""
 
 
 class WeightSender:
@@ -26,13 +28,14 @@ class WeightSender:
         self.plan, self.addresses = plan, tuple(addresses)
         self._options = options
         mine = plan.columns_from(rank)
+        targets = np.unique(mine["target_rank"])
         self._pairs = [
             _Pair(plan, rank, int(target), mine, addresses[int(target)], key, options)
-            for target in np.unique(mine["target_rank"])
+            for target in np.roll(targets, -rank)  # not all ranks begin at the same engine rank
         ]
 
     def send(self, chunks: Chunks, order: SyncOrder) -> list[ShardDigest]:
-        """Send everything that the rank owes, to all engine ranks at once.
+        """Send everything that the rank owes, to a few engine ranks at a time.
 
         `chunks` are the rank's parameters per virtual chunk; they travel in the engines' dtypes. Returns what was sent,
         as hashed here. Raises ChannelError or ValueError with the line of the first that failed; the others are cut off.
@@ -48,13 +51,14 @@ class WeightSender:
         params = {
             SourceParam(number, name): as_matrix(param) for number, chunk in enumerate(chunks) for name, param in chunk.items()
         }  # fmt: skip
-        with ThreadPoolExecutor(max_workers=len(self._pairs), thread_name_prefix="weight-send") as pool:
+        with ThreadPoolExecutor(max_workers=min(len(self._pairs), _PAIRS_AT_ONCE), thread_name_prefix="weight-send") as pool:
             futures = [pool.submit(pair.send, params, order) for pair in self._pairs]
             done, _ = wait(futures, timeout=self._options.timeout_s, return_when=FIRST_EXCEPTION)
             failed = next((future for future in futures if future in done and future.exception()), None)
             if failed is not None or len(done) < len(futures):
+                pool.shutdown(wait=False, cancel_futures=True)
                 self.close()
-            return _results(futures, failed)
+            return _results(futures, failed, self._options.timeout_s)
 
     def close(self) -> None:
         """Close every connection; the next `send` opens them anew."""
@@ -62,11 +66,17 @@ class WeightSender:
             pair.sender.close()
 
 
-def _results(futures: Sequence[Future[ShardDigest]], failed: Future[ShardDigest] | None) -> list[ShardDigest]:
-    """All of them, or the first failure: the others only failed because they were cut off."""
+def _results(
+    futures: Sequence[Future[ShardDigest]], failed: Future[ShardDigest] | None, timeout_s: float
+) -> list[ShardDigest]:
+    """All of them, or the first failure: the others only failed because they were cut off or never began."""
     if failed is not None:
         failed.result()
-    return [future.result() for future in futures]
+    results = [future.result() for future in futures if not future.cancelled()]
+    num_missed = len(futures) - len(results)
+    if num_missed:
+        raise ChannelError(f"{num_missed} of {len(futures)} engine ranks were not reached within {timeout_s:.0f} s")
+    return results
 
 
 class _Pair:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.model_families.registry import FAMILIES
 from megatron_rl.resharding import channel
+from megatron_rl.resharding.box_sender import SendOptions
 from megatron_rl.resharding.boxes import as_matrix
 from megatron_rl.resharding.channel import ChannelError
+from megatron_rl.resharding.execute import WeightSender, _Pair
 from megatron_rl.resharding.hops import relay_rounds
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.verify import SyncError, check_receiver
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
-from tests.unit.resharding.rig import world
+from tests.unit.resharding.rig import KEY, world
 
 LAYOUTS = [
     ParallelLayout(),
@@ -178,3 +185,32 @@ def test_models_that_differ_are_named():
         check_receiver(plan, 0, described | {"lm_head.weight": ((128, 48), "float32")})
     with pytest.raises(SyncError, match=r"shape \(48, 9\)"):
         check_receiver(plan, 0, described | {"model.norm.weight": ((48, 9), "float32")})
+
+
+def test_after_one_failure_no_further_engine_rank_is_begun(monkeypatch):
+    with world("llama", ParallelLayout(), EngineLayout(1, 5), torch.float32) as one:
+        begun, is_cut = set(), threading.Event()
+
+        def send(pair, params, order):
+            begun.add(pair._target)
+            if pair._target == 1:
+                raise ChannelError("receiver 1: gone")
+            assert is_cut.wait(30)
+            raise ChannelError("connection lost")
+
+        monkeypatch.setattr(_Pair, "send", send)
+        monkeypatch.setattr(one.senders[0], "close", is_cut.set)
+        with pytest.raises(ChannelError, match="receiver 1: gone"):
+            one.senders[0].send(one.chunks[0], one.begin())
+        assert begun <= {0, 1, 2}
+
+
+def test_engine_ranks_that_never_answer_end_the_send_in_time():
+    with contextlib.ExitStack() as stack, world("llama", ParallelLayout(), EngineLayout(1, 3), torch.float32) as one:
+        order = one.begin()
+        mute = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname() for _ in range(3)]
+        sender = WeightSender(one.plan, 0, mute, KEY, SendOptions(bucket_bytes=4096, timeout_s=0.5, transport="tcp"))
+        begun = time.monotonic()
+        with pytest.raises(ChannelError, match=r"127\.0\.0\.1|were not reached within"):
+            sender.send(one.chunks[0], order)
+        assert time.monotonic() - begun < 10
