@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.algorithm_sections import AlgorithmSection
+from megatron_rl.config.colocation import derive_placement
 from megatron_rl.config.layout_section import LayoutSection
 from megatron_rl.config.sections import CriticSection, ExperimentConfig, RolloutSection, SyncSection
 from megatron_rl.config.yaml_tree import dump_plain
@@ -22,6 +23,7 @@ def resolve(config: ExperimentConfig) -> ExperimentConfig:
     return dataclasses.replace(
         config,
         sync=sync,
+        cluster=dataclasses.replace(config.cluster, placement=derive_placement(config)),
         run=dataclasses.replace(run, directory=run.directory.replace("{name}", run.name)),
         data=dataclasses.replace(config.data, tokenizer=tokenizer),
         algorithm=_resolve_algorithm(config.algorithm, config.rollout.sampling.max_new_tokens),

@@ -251,13 +251,17 @@ class SyncSection:
     """The largest mean difference in log-prob per token that a probe accepts."""
 
 
+Placement = Literal["disaggregated", "colocated"]
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSection:
     """Where processes run. `trainer_python` / `engine_python` None: this interpreter."""
 
-    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    placement: Placement | None = None
     """`disaggregated`: trainers and engines have bundles of their own. `colocated`: they share bundles and GPUs and take
-    turns; each gives its memory up while the other works."""
+    turns; each gives its memory up while the other works. None: `colocated` with 8 to 64 trainer GPUs, equally many engine
+    GPUs and schedule lockstep, else `disaggregated`."""
     ray_address: str | None = None
     """None: RAY_ADDRESS if set, else a local Ray."""
     trainer_python: str | None = None

@@ -238,38 +238,6 @@ def test_the_kv_cache_is_decided_once(path: Path, kv: str, mode: str, reason: st
         load_experiment(path, [f"rollout.partial.kv={kv}", f"sync.pause_mode={mode}"])
 
 
-COLOCATED = ["cluster.placement=colocated", "trainer.layout.num_ranks=4", "rollout={engine: sglang, sglang: {tp_size: 4}}"]
-
-
-@pytest.mark.parametrize(
-    ("override", "key_path", "reason"),
-    [
-        ("rollout.partial.kv=keep", "rollout.partial.kv", "expected drop with cluster.placement colocated"),
-        ("rollout.partial.kv=auto", "rollout.partial.kv", "the KV cache is released"),
-        ("sync.pause_mode=in_place", "sync.pause_mode", "expected retract or abort with"),
-        ("rollout.schedule=asynchronous", "rollout.schedule", "expected lockstep"),
-        ("sync.staging=host", "sync.staging", "no old version serves"),
-        ("sync.full_sync_interval=3", "sync.full_sync_interval", "holds nothing that a delta could change"),
-        ("cluster.gpus_per_trainer_rank=1", "cluster.gpus_per_engine_rank", "they are the same GPUs, got 0"),
-        ("trainer.layout.num_ranks=8", "trainer.layout.num_ranks", "1 x rollout.sglang.tp_size 4 = 4"),
-        ("rollout={engine: embedded, num_engines: 3}", "trainer.layout.num_ranks", "a multiple of rollout.num_engines 3"),
-        (
-            "rollout.sglang={urls: [a], key_file: k, receiver_dirs: [b]}",
-            "rollout.sglang.urls",
-            "engines that run elsewhere share no GPU",
-        ),
-        ("critic.layout={num_ranks: 2}", "critic.layout", "the critic takes turns with the policy"),
-        ("critic.pretraining.num_steps=5", "critic.pretraining.num_steps", "would need the engines back), got 5"),
-    ],
-)
-def test_what_does_not_go_with_shared_gpus_is_refused(path: Path, override: str, key_path: str, reason: str) -> None:
-    assert not check_experiment(load_experiment(path, COLOCATED).config)
-    with pytest.raises(ConfigError) as caught:
-        load_experiment(path, [*COLOCATED, override])
-    assert caught.value.key_path == key_path
-    assert reason in str(caught.value)
-
-
 def test_a_single_sample_has_no_signal_to_filter_by() -> None:
     run, rollout = RunSection(samples_per_prompt=1), RolloutSection(dynamic_sampling=DynamicSamplingSection(enabled=True))
     ((key_path, reason),) = check_schedule(run, rollout, SyncSection())
