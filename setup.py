@@ -13,7 +13,7 @@ EXTRAS = {
         "xxhash>=3.4",
         "numba>=0.60",
     ],
-    "rollout": [*TORCH, "xxhash>=3.4", "aiohttp>=3.9"],
+    "rollout": [*TORCH, "xxhash>=3.4", "numba>=0.60", "aiohttp>=3.9"],
     "control": ["ray[default]>=2.50", "psutil", "aiohttp>=3.9"],
     "data": ["reasoning-gym>=0.1.24", "math-verify>=0.9", "pyarrow>=15", "tokenizers"],
     "telemetry": ["tensorboard>=2.16"],

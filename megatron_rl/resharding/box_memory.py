@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megatron_rl.resharding.boxes import Box, Boxes, pieces
+from megatron_rl.resharding.boxes import Box, Boxes, pieces, runs, total_bytes
 from megatron_rl.resharding.digest import Digest
+from megatron_rl.resharding.row_copy import copy_rows, side_by_side
 
 _HASHED_BYTES = {"cuda": 4 * 1024 * 1024, "cpu": 512 * 1024}
-"""Hashed at once. From a GPU that is one copy; a strided box of host memory is copied into half of a core's cache."""
+"""Hashed at once. From a GPU that is one copy; strided boxes of host memory are copied into half of a core's cache."""
 
 
 def spans_of(boxes: Boxes) -> np.ndarray:
@@ -59,6 +60,10 @@ def pack(boxes: Boxes, staging: torch.Tensor) -> torch.Tensor:
         staging[: joined.numel()].copy_(joined, non_blocking=True)
         torch.cuda.current_stream(joined.device).synchronize()
         return staging[: joined.numel()]
+    if boxes.matrices.are_in_place:
+        extents = boxes.extents
+        copy_rows(extents, side_by_side(extents, staging.data_ptr()))
+        return staging[: total_bytes(boxes)]
     offset = 0
     for box in boxes:
         part = staging[offset : offset + box.num_bytes].view(box.dtype).view(box.view.shape)
@@ -71,6 +76,10 @@ def unpack(values: torch.Tensor, boxes: Boxes) -> None:
     """The inverse of `pack`: flat bytes into the boxes. `values` may lie on any device, aligned to the boxes' dtypes."""
     if boxes.device.type == "cuda" and not values.is_cuda:
         values = values.to(boxes.device, non_blocking=True)
+    if boxes.matrices.are_in_place and not values.is_cuda:
+        extents = boxes.extents
+        copy_rows(side_by_side(extents, values.data_ptr()), extents)
+        return
     offset = 0
     for box in boxes:
         box.view.copy_(values[offset : offset + box.num_bytes].view(box.dtype).view(box.view.shape))
@@ -99,11 +108,12 @@ def hash_boxes(boxes: Sequence[Box], digest: Digest) -> None:
             for data in read_bytes(piece):
                 digest.update(data)
         return
-    extents = boxes.extents
-    places = zip(extents.address_N.tolist(), boxes.num_bytes_N.tolist(), extents.is_whole_N.tolist(), strict=True)
-    for number, (address, num_bytes, is_whole) in enumerate(places):
+    for run, is_whole in runs(boxes, boxes.extents.is_whole_N):
         if is_whole:
-            digest.update(memory_at(address, num_bytes, boxes))
+            for address, num_bytes in zip(run.extents.address_N.tolist(), run.num_bytes_N.tolist(), strict=True):
+                digest.update(memory_at(address, num_bytes, boxes))
             continue
-        for piece in pieces(boxes[number : number + 1], _HASHED_BYTES["cpu"]):
-            digest.update(bytes_of(piece[0].view.contiguous()))
+        parts = list(pieces(run, _HASHED_BYTES["cpu"]))
+        scratch = torch.empty(max(map(total_bytes, parts)), dtype=torch.uint8)
+        for part in parts:
+            digest.update(bytes_of(pack(part, scratch)))

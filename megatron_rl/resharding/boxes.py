@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -67,6 +68,26 @@ class Extents(NamedTuple):
         return (self.pitch_N == self.row_bytes_N) | (self.num_rows_N == 1)
 
 
+    def part(self, first: int, stop: int) -> Extents:
+        """Those of some consecutive boxes."""
+        return Extents(*(column[first:stop] for column in self))
+
+    def split(self, max_bytes: int) -> Extents:
+        """As `Boxes.split`."""
+        box_P, first_row_P, num_rows_P = cut_boxes(self.num_rows_N, self.row_bytes_N, max_bytes)
+        pitch_P = self.pitch_N[box_P]
+        return Extents(self.address_N[box_P] + first_row_P * pitch_P, num_rows_P, self.row_bytes_N[box_P], pitch_P)
+
+
+def cut_boxes(num_rows_N: np.ndarray, row_bytes_N: np.ndarray, max_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(box, first row, number of rows) of parts of at most `max_bytes`, or of one row."""
+    most_rows_N = np.where(num_rows_N * row_bytes_N > max_bytes, np.maximum(max_bytes // row_bytes_N, 1), num_rows_N)
+    num_parts_N = -(-num_rows_N // most_rows_N)
+    box_P = np.repeat(np.arange(len(num_rows_N)), num_parts_N)
+    first_P = (np.arange(len(box_P)) - np.repeat(np.cumsum(num_parts_N) - num_parts_N, num_parts_N)) * most_rows_N[box_P]
+    return box_P, first_P, np.minimum(most_rows_N[box_P], num_rows_N[box_P] - first_P)
+
+
 class Boxes(Sequence[Box]):
     """The boxes of one pair, in the order of their bytes; `rows_N5[i]` is (index into matrices, row, col, rows, cols).
 
@@ -120,15 +141,10 @@ class Boxes(Sequence[Box]):
 
     def split(self, max_bytes: int) -> Boxes:
         """The same bytes; a box of more than `max_bytes` is several, cut between rows."""
-        num_rows_N = self.rows_N5[:, 3]
-        row_bytes_N = self.num_bytes_N // num_rows_N
-        most_rows_N = np.where(self.num_bytes_N > max_bytes, np.maximum(max_bytes // row_bytes_N, 1), num_rows_N)
-        num_parts_N = -(-num_rows_N // most_rows_N)
-        box_P = np.repeat(np.arange(len(self)), num_parts_N)
-        skipped_P = (np.arange(len(box_P)) - np.repeat(np.cumsum(num_parts_N) - num_parts_N, num_parts_N)) * most_rows_N[box_P]
+        box_P, first_row_P, num_rows_P = cut_boxes(self.rows_N5[:, 3], self.num_bytes_N // self.rows_N5[:, 3], max_bytes)
         rows_P5 = self.rows_N5[box_P]
-        rows_P5[:, 1] += skipped_P
-        rows_P5[:, 3] = np.minimum(most_rows_N[box_P], rows_P5[:, 3] - skipped_P)
+        rows_P5[:, 1] += first_row_P
+        rows_P5[:, 3] = num_rows_P
         return Boxes(self.matrices, rows_P5, [self.labels[i] for i in box_P.tolist()] if self.labels else ())
 
 
@@ -186,6 +202,14 @@ def pieces(boxes: Sequence[Box], max_bytes: int) -> Iterator[Boxes]:
         filled += num_bytes
     if len(parts):
         yield parts[first:]
+
+
+def runs(boxes: Boxes, flag_N: np.ndarray) -> Iterator[tuple[Boxes, bool]]:
+    """Consecutive boxes with one value of the flag, and that value."""
+    edges = [0, *(np.flatnonzero(flag_N[1:] != flag_N[:-1]) + 1).tolist(), len(boxes)]
+    for first, stop in pairwise(edges):
+        if first < stop:
+            yield boxes[first:stop], bool(flag_N[first])
 
 
 def total_bytes(boxes: Sequence[Box]) -> int:

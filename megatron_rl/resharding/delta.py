@@ -10,7 +10,6 @@ Shape suffixes: N boxes, K changed elements.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.resharding.boxes import Box, total_bytes
+from megatron_rl.resharding.row_copy import has_numba
 
 SKIP = 255
 """The gap byte that stands for as many unchanged elements and no value."""
@@ -107,10 +107,6 @@ def apply_box(view: torch.Tensor, gaps: np.ndarray, values: np.ndarray) -> None:
         fits = _apply_torch(view, gaps, values)
     if not fits:
         raise ValueError(f"a delta with {len(values)} values does not fit a box {tuple(view.shape)}")
-
-
-def has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
 
 
 def _span(view: torch.Tensor) -> tuple[np.ndarray, int]:

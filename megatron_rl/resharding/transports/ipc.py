@@ -8,7 +8,6 @@ device that the engine rank maps.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
@@ -18,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.box_memory import bytes_of, hash_boxes, memory_at, read_bytes, unpack
-from megatron_rl.resharding.boxes import Box, Boxes, dtype_name, dtype_of, pieces, total_bytes
+from megatron_rl.resharding.box_memory import bytes_of, hash_boxes, read_bytes, unpack
+from megatron_rl.resharding.boxes import Box, Boxes, Extents, dtype_name, dtype_of, pieces, runs, total_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.cuda_ipc import MappedBuffers, StagingBuffers
 from megatron_rl.resharding.digest import Digest
+from megatron_rl.resharding.row_copy import copy_rows
 from megatron_rl.resharding.transports.protocol import NUM_BUFFERS
 from megatron_rl.resharding.transports.queued import QueuedTransport
 
@@ -87,19 +87,17 @@ class SharedBoxes:
     def shapes_N2(self) -> np.ndarray:
         return self._table_N5[:, 3:]
 
-    def addresses_of(self, dtypes: Sequence[torch.dtype]) -> list[int | None]:
-        """Where each box lies, if it does so in one piece and in that dtype."""
+    @property
+    def extents(self) -> Extents:
         number_N, first_N, pitch_N, rows_N, cols_N = self._table_N5.T
         address_M = np.array([storage.data_ptr() for storage in self._storages], dtype=np.int64)
-        size_M = np.array([storage.element_size() for storage in self._storages], dtype=np.int64)
-        is_whole_N = (pitch_N == cols_N) | (rows_N == 1)
-        address_N = address_M[number_N] + first_N * size_M[number_N]
-        return [
-            address if is_whole and self._storages[number].dtype == dtype else None
-            for address, is_whole, number, dtype in zip(
-                address_N.tolist(), is_whole_N.tolist(), number_N.tolist(), dtypes, strict=True
-            )
-        ]
+        size_N = np.array([storage.element_size() for storage in self._storages], dtype=np.int64)[number_N]
+        return Extents(address_M[number_N] + first_N * size_N, rows_N, cols_N * size_N, pitch_N * size_N)
+
+    def have(self, dtypes: Sequence[torch.dtype]) -> np.ndarray:
+        """Which boxes hold the dtypes that are asked for."""
+        numbers = self._table_N5[:, 0].tolist()
+        return np.array([self._storages[n].dtype == dtype for n, dtype in zip(numbers, dtypes, strict=True)], dtype=bool)
 
     def view(self, index: int) -> torch.Tensor:
         number, first, pitch, rows, cols = self._table_N5[index].tolist()
@@ -110,24 +108,29 @@ def copy_boxes(sources: SharedBoxes, targets: Boxes, digest: Digest) -> None:
     """Copy each box, and hash it as it then stands while it is in the cache. Raises ValueError when the shapes differ."""
     if not np.array_equal(sources.shapes_N2, targets.rows_N5[:, 3:]):
         raise ValueError(f"{len(sources.shapes_N2)} shared boxes for {len(targets)} boxes here, or other shapes")
-    extents = targets.extents
-    dtypes = [targets.matrices.tensors[number].dtype for number in targets.rows_N5[:, 0].tolist()]
-    places = zip(
-        sources.addresses_of(dtypes), extents.address_N.tolist(), extents.is_whole_N.tolist(),
-        targets.num_bytes_N.tolist(), strict=True,
-    )  # fmt: skip
-    for number, (source, target, is_whole, num_bytes) in enumerate(places):
-        if source is None or not is_whole:
-            _copy_views(sources.view(number), targets[number], digest)
-            continue
-        for offset in range(0, num_bytes, _BLOCK_BYTES):
-            block_bytes = min(_BLOCK_BYTES, num_bytes - offset)
-            ctypes.memmove(target + offset, source + offset, block_bytes)
-            digest.update(memory_at(target + offset, block_bytes, targets))
+    matrices = targets.matrices
+    are_same_N = sources.have([matrices.tensors[number].dtype for number in targets.rows_N5[:, 0].tolist()])
+    extents, first = sources.extents, 0
+    for run, are_same in runs(targets, are_same_N & matrices.are_in_place):
+        if are_same:
+            _copy_run(extents.part(first, first + len(run)), run, digest)
+        else:
+            for number, target in enumerate(run, first):
+                _copy_views(sources.view(number), target, digest)
+        first += len(run)
+
+
+def _copy_run(sources: Extents, targets: Boxes, digest: Digest) -> None:
+    """Byte by byte."""
+    parts, first = sources.split(_BLOCK_BYTES), 0
+    for piece in pieces(targets, _BLOCK_BYTES):
+        copy_rows(parts.part(first, first + len(piece)), piece.extents)
+        hash_boxes(piece, digest)
+        first += len(piece)
 
 
 def _copy_views(source: torch.Tensor, target: Box, digest: Digest) -> None:
-    """Where a cast or a stride is in the way."""
+    """Where a cast is in the way."""
     if target.num_bytes <= _BLOCK_BYTES and target.view.is_contiguous():
         target.view.copy_(source)
         digest.update(bytes_of(target.view))

@@ -2,7 +2,7 @@
 
 Boxes that lie in host memory in the dtype that travels are handed to the kernel where they are, row by row where they are
 strided (gather and scatter lists): no copy on either side. The others (cast, on a GPU, of short rows) pass through two host
-buffers of a bucket each. Packing and hashing of one bucket overlap with the sending of the one before, hashing with the
+buffers of at most a bucket each. Packing and hashing of one bucket overlap with the sending of the one before, hashing with the
 receiving.
 """
 
@@ -15,14 +15,17 @@ import numpy as np
 import torch
 
 from megatron_rl.resharding.box_memory import bytes_of, hash_boxes, pack, span_of, spans_of, unpack
-from megatron_rl.resharding.boxes import Box, Boxes, pieces, total_bytes
+from megatron_rl.resharding.boxes import Box, Boxes, pieces, runs, total_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.digest import Digest
 from megatron_rl.resharding.transports.protocol import NUM_BUFFERS, overlapped
 from megatron_rl.resharding.transports.queued import QueuedTransport
 
-_SHORT_ROW_BYTES = 128
-"""A strided box with rows below this is packed: a span costs the kernel as much as copying about that."""
+_SENT_ROW_BYTES, _RECEIVED_ROW_BYTES = 1024, 128
+"""Strided boxes with rows below these pass through a buffer. The sender reads them for the digest anyway: it packs them once
+and hashes and sends what it packed. The receiver lets the kernel lay them out, which costs it about 128 bytes per row."""
+_PACKED_BYTES = 4 * 1024 * 1024
+"""Of such boxes per piece: still in a cache when it is hashed and sent."""
 
 
 class _Piece(NamedTuple):
@@ -64,7 +67,7 @@ class TcpTransport(QueuedTransport):
         def send(number: int, piece: _Piece, spans: np.ndarray) -> None:
             self._channel.send_spans(spans)
 
-        overlapped(self._pieces(boxes), prepare, send)
+        overlapped(self._pieces(boxes, _SENT_ROW_BYTES), prepare, send)
 
     def _receive(self, boxes: Sequence[Box], digest: Digest) -> None:
         num_bytes = total_bytes(boxes)
@@ -83,9 +86,9 @@ class TcpTransport(QueuedTransport):
                 unpack(values, piece.boxes)
             hash_boxes(piece.boxes, digest)
 
-        overlapped(self._pieces(boxes), receive, settle)
+        overlapped(self._pieces(boxes, _RECEIVED_ROW_BYTES), receive, settle)
 
-    def _pieces(self, boxes: Sequence[Box]) -> list[_Piece]:
+    def _pieces(self, boxes: Sequence[Box], shortest_row: int) -> list[_Piece]:
         boxes = Boxes.of(boxes)
         if not boxes.matrices.are_in_place:
             return [_Piece(piece, None) for piece in pieces(boxes, self._bucket_bytes)]
@@ -93,8 +96,9 @@ class TcpTransport(QueuedTransport):
         if known != self._known:
             self._known = known
             self._rows = [
-                (piece.rows_N5, spans_of(piece) if has_long_rows(piece) else None)
-                for piece in pieces(boxes, self._bucket_bytes)
+                (piece.rows_N5, None if is_packed else spans_of(piece))
+                for run, is_packed in runs(boxes, has_short_rows(boxes, shortest_row))
+                for piece in pieces(run, min(_PACKED_BYTES, self._bucket_bytes) if is_packed else self._bucket_bytes)
             ]
         return [_Piece(Boxes(boxes.matrices, rows, ()), spans) for rows, spans in self._rows]
 
@@ -109,7 +113,7 @@ class TcpTransport(QueuedTransport):
         return buffer[:num_bytes]
 
 
-def has_long_rows(boxes: Boxes) -> bool:
-    """Whether no strided box would be more spans than bytes are worth."""
+def has_short_rows(boxes: Boxes, shortest: int) -> np.ndarray:
+    """Which boxes are strided, with rows of fewer bytes than `shortest`."""
     extents = boxes.extents
-    return bool((extents.is_whole_N | (extents.row_bytes_N >= _SHORT_ROW_BYTES)).all())
+    return ~extents.is_whole_N & (extents.row_bytes_N < shortest)
