@@ -74,9 +74,9 @@ def pack(boxes: Boxes, staging: torch.Tensor) -> torch.Tensor:
 
 def unpack(values: torch.Tensor, boxes: Boxes) -> None:
     """The inverse of `pack`: flat bytes into the boxes. `values` may lie on any device, aligned to the boxes' dtypes."""
-    if boxes.device.type == "cuda" and not values.is_cuda:
-        values = values.to(boxes.device, non_blocking=True)
-    if boxes.matrices.are_in_place and not values.is_cuda:
+    if boxes.device.type != values.device.type:
+        values = values.to(boxes.device, non_blocking=boxes.device.type == "cuda")
+    if boxes.matrices.are_in_place:
         extents = boxes.extents
         copy_rows(side_by_side(extents, values.data_ptr()), extents)
         return

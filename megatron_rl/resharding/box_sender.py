@@ -105,6 +105,7 @@ class BoxSender:
                 self._transport_name,
                 channel,
                 self._options.bucket_bytes,
+                boxes.device,
                 None if folder is None else folder / f"from-{self._source}-to-{self._target}",
             )
         return self._channel, self._transport

@@ -182,7 +182,7 @@ class Receiver:
             digest_name = choose_digest(header["digests"])
             digest = new_digest(digest_name)
             if name not in transports:
-                transports[name] = build_transport(name, channel, header["bucket_bytes"])
+                transports[name] = build_transport(name, channel, header["bucket_bytes"], self._device)
             boxes = table.resolve(self._written(update))
             held = self._held.pop(source, None)
             takes_delta = header["delta_base"] is not None and held == (update.is_staged, header["delta_base"])

@@ -1,4 +1,4 @@
-"""Whole runs on SGLang engines that span nodes, and on one that was started elsewhere."""
+"""Whole runs on SGLang engines that span nodes, pass weights on, or were started elsewhere."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def test_the_death_of_a_further_node_names_it(tmp_path):
         assert run.wait(120) == 1
         assert "engine-0-node-1" in run.output.strip().splitlines()[-1]
         run.check_nothing_left()
+
+
+def test_engines_pass_weights_on(tmp_path):
+    engines = ("rollout.num_engines=2", "rollout.sglang.tp_size=1")
+    with running(tmp_path / "run", CONFIG, *SHORT, *engines, "sync.relay=true", "sync.probe_interval=1") as run:
+        check(run)  # trainers send each weight to one engine: both are probed, and both sample
 
 
 def test_an_engine_that_was_started_elsewhere(tmp_path, loop):

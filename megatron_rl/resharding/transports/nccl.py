@@ -26,10 +26,12 @@ _POLL_S = 5e-5
 
 
 class NcclTransport(QueuedTransport):
-    """See `Transport`. Both ends hold two buckets of GPU memory while it runs, and the communicator until `close`."""
+    """See `Transport`. Both ends hold two buckets on their `device` while it runs, and the communicator until `close`. Boxes
+    that are received may lie in host memory beside it (`sync.staging: host`)."""
 
-    def __init__(self, channel: Channel, bucket_bytes: int) -> None:
+    def __init__(self, channel: Channel, bucket_bytes: int, device: torch.device) -> None:
         super().__init__(channel, bucket_bytes)
+        self._device = device
         self._pair: Communicator | None = None
 
     def close(self) -> None:
@@ -40,11 +42,10 @@ class NcclTransport(QueuedTransport):
 
     def _send(self, boxes: Sequence[Box], digest: Digest) -> None:
         buckets, staging = self._buckets(boxes)
-        device = boxes[0].view.device
         if self._pair is None:
             unique_id = new_unique_id()
             self._channel.ask({"kind": "nccl", "bucket_bytes": self._bucket_bytes, "id": unique_id.hex()})
-            pair = self._meet(unique_id, _SENDER, device)
+            pair = self._meet(unique_id, _SENDER)
         else:
             self._channel.ask({"kind": "nccl", "bucket_bytes": self._bucket_bytes, "id": None})
             pair = self._pair
@@ -67,8 +68,7 @@ class NcclTransport(QueuedTransport):
             raise ValueError(f"buckets of {header['bucket_bytes']} bytes for {self._bucket_bytes} here, or another NCCL pair")
         self._channel.send({"ok": True})
         buckets, staging = self._buckets(boxes)
-        device = boxes[0].view.device
-        pair = self._pair or self._meet(bytes.fromhex(header["id"]), _RECEIVER, device)
+        pair = self._pair or self._meet(bytes.fromhex(header["id"]), _RECEIVER)
 
         def receive(number: int, bucket: Boxes) -> torch.Tensor:
             values = staging.part(number, total_bytes(bucket))
@@ -78,16 +78,16 @@ class NcclTransport(QueuedTransport):
 
         def settle(number: int, bucket: Boxes, values: torch.Tensor) -> None:
             unpack(values, bucket)
-            hash_boxes(bucket, digest)  # to host memory, behind what was laid out: the staging memory is free then
+            hash_boxes(bucket, digest)  # behind what was laid out: the staging memory is free then
 
         overlapped(buckets, receive, settle)
 
     def _buckets(self, boxes: Sequence[Box]) -> tuple[list[Boxes], StagingBuffers]:
         buckets = list(pieces(boxes, self._bucket_bytes))
-        return buckets, StagingBuffers(boxes[0].view.device, max(map(total_bytes, buckets)))
+        return buckets, StagingBuffers(self._device, max(map(total_bytes, buckets)))
 
-    def _meet(self, unique_id: bytes, rank: int, device: torch.device) -> Communicator:
-        pair = self._pair = Communicator(unique_id, rank, 2, device)
+    def _meet(self, unique_id: bytes, rank: int) -> Communicator:
+        pair = self._pair = Communicator(unique_id, rank, 2, self._device)
         self._wait(pair.is_ready)
         return pair
 

@@ -28,13 +28,17 @@ TRANSPORTS: Mapping[str, type] = {
 """By the name that the sender says when it opens."""
 
 
-def build_transport(name: str, channel: Channel, bucket_bytes: int, folder: Path | None = None) -> Transport:
-    """Raises ValueError for an unknown name."""
+def build_transport(
+    name: str, channel: Channel, bucket_bytes: int, device: torch.device, folder: Path | None = None
+) -> Transport:
+    """`device`: of this end's weights. Raises ValueError for an unknown name."""
     if name not in TRANSPORTS:
         raise ValueError(f"unknown transport {name!r}; expected one of {', '.join(TRANSPORTS)}")
     transport: Transport
     if name == "disk":
         transport = DiskTransport(channel, bucket_bytes, folder)
+    elif name == "nccl":
+        transport = NcclTransport(channel, bucket_bytes, device)
     else:
         transport = TRANSPORTS[name](channel, bucket_bytes)
     return transport

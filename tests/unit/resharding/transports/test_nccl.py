@@ -18,9 +18,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from megatron_rl.resharding import box_sender, cuda_ipc, nccl
+from megatron_rl.resharding import box_sender, cuda_ipc, nccl, receiver
 from megatron_rl.resharding.channel import ChannelError
+from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.nccl import Communicator
+from megatron_rl.resharding.receiver import Receiver
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from tests.unit.resharding.rig import world
 
@@ -53,6 +55,7 @@ class HostNccl:
         self.comms: dict[int, SimpleNamespace] = {}
         self.ids, self.handles = itertools.count(1), itertools.count(100)
         self.is_stuck, self.error, self.aborted = False, 0, []
+        self.staged_on: set[torch.device] = set()
 
     def ncclGetVersion(self, version):
         version._obj.value = 22705
@@ -130,6 +133,7 @@ def library(monkeypatch):
     stand_in = HostNccl()
 
     def allocate(buffers, device, num_bytes):
+        stand_in.staged_on.add(device)
         buffers._buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(cuda_ipc.NUM_BUFFERS)]
 
     monkeypatch.setattr(nccl, "load_nccl", lambda: stand_in)
@@ -162,6 +166,19 @@ def test_weights_are_cast_on_their_way(library):
         one.load(3)
         one.sync()
         one.assert_whole()
+
+
+def test_what_lands_in_host_memory_is_staged_on_the_engines_gpu(library, monkeypatch):
+    monkeypatch.setattr(Receiver, "_device", torch.device("cuda", 3))
+    monkeypatch.setattr(receiver, "describe_host", lambda device: describe_host(torch.device("cpu")))
+    with world("qwen3_moe", LAYOUT, ENGINE, torch.bfloat16) as one:
+        one.load(5)
+        order = one.sync(is_staged=True)
+        one.assert_untouched()
+        for control in one.controls:
+            control.apply(order.sync)
+        one.assert_whole()
+    assert library.staged_on == {torch.device("cpu"), torch.device("cuda", 3)}  # the simulated trainers are on a CPU
 
 
 def test_deltas_travel_beside_it(library):
