@@ -1,6 +1,6 @@
 """What practitioners ask about generation, answered by two real SGLang servers of one core each.
 
-    python -m tests.acceptance.rollout_questions [--seed 1] [--rounds 3]
+    python -m tests.acceptance.rollout_questions [--seed 1] [--rounds 3] [--only static pulling]
 
 A random tiny Qwen3-MoE answers 24 prompts 8 times; the lengths are drawn in advance (log-normal over prompts and over the
 samples of one, up to 384 tokens) and forced, so every contestant samples the same tokens. They take turns; figures are
@@ -46,6 +46,7 @@ from megatron_rl.types.rollout import GenerationRequest, SamplingParams
 
 NUM_PROMPTS, NUM_SAMPLES, NUM_CONCURRENT, CHUNK_TOKENS, MOST_TOKENS, CONTEXT = 24, 8, 32, 64, 384, 448
 KEPT_GROUPS = NUM_PROMPTS * 3 // 4
+UNSTREAMED = ("static", "pulling", "longest_first", "chunks", "chunks_anywhere")
 Answer = Callable[[int, GenerationRequest], Awaitable[tuple[int, ...]]]
 """Engine and request -> the sampled tokens."""
 
@@ -182,7 +183,8 @@ def streamed(engines: Sequence[SglangEngine], session: aiohttp.ClientSession, in
     return answer
 
 
-async def measure(seed: int, rounds: int) -> dict[str, object]:
+async def measure(seed: int, rounds: int, only: Sequence[str] = ()) -> dict[str, object]:
+    """`only`: these contestants of the first servers, and nothing of the second; empty: all."""
     requests = draw_requests(seed)
     lengths = np.array([r.sampling.max_new_tokens for r in requests]).reshape(NUM_PROMPTS, NUM_SAMPLES)
     seconds: dict[str, list[float]] = {}
@@ -190,9 +192,10 @@ async def measure(seed: int, rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "model")
-        for is_incremental in (False, True):
-            contestants = ["pulling"] if is_incremental else ["static", "pulling", "longest_first", "chunks", "chunks_anywhere"]
+        for is_incremental in (False,) if only else (False, True):
+            contestants = ["pulling"] if is_incremental else list(only or UNSTREAMED)
             streams = {"stream_incremental_1": 1, "stream_incremental_16": 16} if is_incremental else {"stream_cumulative_1": 1}
+            streams = {} if only else streams
             async with (
                 two_engines(folder, {"incremental_streaming_output": is_incremental}) as engines,
                 aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
@@ -216,15 +219,16 @@ async def measure(seed: int, rounds: int) -> dict[str, object]:
     counts = {name: sum(map(len, tokens.values())) for name, tokens in sampled.items()}
     assert set(counts.values()) == {int(lengths.sum())}, counts
     return {
-        "command": f"python -m tests.acceptance.rollout_questions --seed {seed} --rounds {rounds}",
+        "command": f"python -m tests.acceptance.rollout_questions --seed {seed} --rounds {rounds}"
+        + (f" --only {' '.join(only)}" if only else ""),
         "seed": seed,
         "revision": git_revision(),
         "num_tokens": int(lengths.sum()),
         "longest": int(lengths.max()),
         "median_length": int(np.median(lengths)),
         "tokens_per_s": {name: round(int(lengths.sum()) / statistics.median(times), 1) for name, times in seconds.items()},
-        "early_stop_time": round(statistics.median(stops), 3),
-        "early_stop_length": round(statistics.median(biases), 3),
+        "early_stop_time": round(statistics.median(stops), 3) if stops else None,
+        "early_stop_length": round(statistics.median(biases), 3) if stops else None,
     }
 
 
@@ -232,8 +236,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=UNSTREAMED, default=[], help="these alone, without streaming")
     args = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(args.seed, args.rounds))))
+    print(json.dumps(asyncio.run(measure(args.seed, args.rounds, args.only))))
 
 
 if __name__ == "__main__":
