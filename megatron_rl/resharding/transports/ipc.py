@@ -8,6 +8,7 @@ device that the engine rank maps.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.resharding.box_memory import bytes_of, hash_boxes, read_bytes, unpack
+from megatron_rl.resharding.box_memory import bytes_of, hash_boxes, memory_at, read_bytes, unpack
 from megatron_rl.resharding.boxes import Box, Boxes, Extents, dtype_name, dtype_of, pieces, runs, total_bytes
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.cuda_ipc import MappedBuffers, StagingBuffers
@@ -121,12 +122,22 @@ def copy_boxes(sources: SharedBoxes, targets: Boxes, digest: Digest) -> None:
 
 
 def _copy_run(sources: Extents, targets: Boxes, digest: Digest) -> None:
-    """Byte by byte."""
-    parts, first = sources.split(_BLOCK_BYTES), 0
-    for piece in pieces(targets, _BLOCK_BYTES):
-        copy_rows(parts.part(first, first + len(piece)), piece.extents)
-        hash_boxes(piece, digest)
-        first += len(piece)
+    """Byte by byte, a block at a time; each is hashed while it is in the cache."""
+    origins, parts = sources.split(_BLOCK_BYTES), targets.split(_BLOCK_BYTES)
+    places, are_whole_P = parts.extents, parts.extents.is_whole_N
+    rows = zip(
+        origins.address_N.tolist(), places.address_N.tolist(), parts.num_bytes_N.tolist(), are_whole_P.tolist(),
+        (origins.is_whole_N & are_whole_P).tolist(), strict=True,
+    )  # fmt: skip
+    for number, (origin, place, num_bytes, is_whole, are_both_whole) in enumerate(rows):
+        if are_both_whole:
+            ctypes.memmove(place, origin, num_bytes)
+        else:
+            copy_rows(origins.part(number, number + 1), places.part(number, number + 1))
+        if is_whole:
+            digest.update(memory_at(place, num_bytes, targets))
+        else:
+            hash_boxes(parts[number : number + 1], digest)
 
 
 def _copy_views(source: torch.Tensor, target: Box, digest: Digest) -> None:
