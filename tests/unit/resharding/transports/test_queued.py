@@ -13,7 +13,7 @@ from megatron_rl.resharding.boxes import Box
 from megatron_rl.resharding.channel import Channel
 from megatron_rl.resharding.digest import DIGEST_NAMES, new_digest
 from megatron_rl.resharding.transports.queued import QueuedTransport
-from megatron_rl.resharding.transports.table import TRANSPORTS
+from megatron_rl.resharding.transports.table import TRANSPORTS, build_transport
 
 
 def boxes(seed: int) -> list[Box]:
@@ -54,7 +54,7 @@ def test_a_run_that_failed_leaves_nothing_for_the_next():
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_closed_transport_keeps_no_weights_alive(name):
     left, right = socket.socketpair()
-    transport = TRANSPORTS[name](Channel(left, "peer", 10.0), 64)
+    transport = build_transport(name, Channel(left, "peer", 10.0), 64, torch.device("cpu"))
     assert isinstance(transport, QueuedTransport)
     submitted = boxes(3)
     watched = [weakref.ref(box.view) for box in submitted]
