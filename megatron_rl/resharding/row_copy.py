@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from functools import cache
 
 import numpy as np
 
@@ -38,6 +39,7 @@ def side_by_side(extents: Extents, address: int) -> Extents:
     return Extents(starts_N, extents.num_rows_N, extents.row_bytes_N, extents.row_bytes_N)
 
 
+@cache
 def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
