@@ -1,12 +1,14 @@
 """Whole GRPO steps, generation included, of this stack and of TRL's GRPOTrainer on the same machine.
 
-    python tests/benchmarks/end_to_end.py [--json] [--case smollm2] [--precision fp32] [--steps 4] [--turns 2] [--accuracy]
+    python tests/benchmarks/end_to_end.py [--json] [--case smollm2] [--precision fp32] [--steps 4] [--turns 2]
+                                           [--seed 1] [--accuracy]
 
 The first call sets up TRL in a virtual environment of its own (`.venv-trl`). Both train the same model from the same folder on
 the same prompts with the same reward, precision (bf16 compute, fp32 master weights, or all fp32), learning rate and number
 of samples, with two threads. They take turns; the figures are the medians over all steps but the first of every turn.
 Memory is the sum over all processes of a contestant. `--accuracy`: both answer the same held-out prompts at the end of
-their last turn (give `--turns 1 --steps 40`). `--precision`: that of both, in the place of the case's own.
+their last turn (give `--turns 1 --steps 40`); beside it stands the mean reward of the samples of the later half of the
+steps. `--precision`: that of both, in the place of the case's own.
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ class Case:
 
 
 CASES = {
-    # Held-out prompts enough to tell two accuracies apart: one sampled answer to each is off by 0.02.
+    # Held-out prompts enough to tell two accuracies apart: one sampled answer to each is off by 0.015.
     "smollm2": Case(
-        "configs/experiments/smollm2_135m_cpu_two_digits.yaml", "bf16", ("run.num_eval_prompts=512",), "last_integer"
+        "configs/experiments/smollm2_135m_cpu_two_digits.yaml", "bf16", ("run.num_eval_prompts=1024",), "last_integer"
     ),
     # From random weights: every answer has about the same length for both, and no step is skipped for want of variance.
     "tiny": Case(
@@ -81,14 +83,27 @@ class Figures:
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    """The mean of each step's samples, in the last turn."""
     accuracy: float | None = None
     peak_bytes: int = 0
 
-    def add(self, seconds: list[float], tokens: list[float], accuracy: float | None, peak_bytes: int) -> None:
+    def add(
+        self, seconds: list[float], tokens: list[float], rewards: list[float], accuracy: float | None, peak_bytes: int
+    ) -> None:
         self.seconds += seconds[1:]
         self.tokens += tokens[1:]
+        self.rewards = rewards
         self.accuracy = accuracy
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
+
+    def describe(self) -> str:
+        return (
+            f"{statistics.median(self.seconds):.1f} s per step, rewards {[round(r, 3) for r in self.rewards]}, {self.accuracy}"
+        )
+
+    def late_reward(self) -> float:
+        return statistics.mean(self.rewards[len(self.rewards) // 2 :])
 
 
 def set_up_trl() -> Path:
@@ -102,9 +117,9 @@ def set_up_trl() -> Path:
     return python
 
 
-def specify(case: Case, steps: int, has_accuracy: bool, folder: Path) -> dict[str, Any]:
+def specify(case: Case, steps: int, seed: int, has_accuracy: bool, folder: Path) -> dict[str, Any]:
     """What TRL is to train: what the experiment says, as plain values."""
-    config = resolve(load_experiment(ROOT / case.config, [*case.overrides, "run.seed=1"]).config)
+    config = resolve(load_experiment(ROOT / case.config, [*case.overrides, f"run.seed={seed}"]).config)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path)
     data = build_data(config.data, config.run.num_eval_prompts, tokenizer)
     model = config.model.path
@@ -112,7 +127,7 @@ def specify(case: Case, steps: int, has_accuracy: bool, folder: Path) -> dict[st
         dims = build_model_setup(config.model, 1, tokenizer.vocab_size)
         model = str(folder / "model")
         values = dims.family.hf_from_dims(dims.dims)
-        set_seed(1)
+        set_seed(seed)
         reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
         reference.config.update({"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id})
         reference.generation_config.update(eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
@@ -135,7 +150,7 @@ def specify(case: Case, steps: int, has_accuracy: bool, folder: Path) -> dict[st
         "samples_per_prompt": config.run.samples_per_prompt,
         "max_new_tokens": config.rollout.sampling.max_new_tokens,
         "learning_rate": config.trainer.optimizer.learning_rate,
-        "seed": 1,
+        "seed": seed,
     }
 
 
@@ -148,7 +163,8 @@ def load_decoder(folder: Path) -> Any:
 
 def run_ours(case: Case, spec: dict[str, Any], folder: Path, figures: Figures) -> None:
     interval = spec["steps"] if spec["eval_prompts"] else 0
-    overrides = [*case.overrides, f"run.num_steps={spec['steps']}", "run.seed=1", f"run.eval_interval={interval}",
+    overrides = [*case.overrides, f"run.num_steps={spec['steps']}", f"run.seed={spec['seed']}",
+                 f"run.eval_interval={interval}",
                  f"model.path={spec['model']}", "model.dims=null", "telemetry.progress=plain"]  # fmt: skip
     with running(folder / "ours", case.config, *overrides) as run, peak_memory(run.processes) as peak:
         status = run.wait(TURN_LIMIT_S)
@@ -156,7 +172,8 @@ def run_ours(case: Case, spec: dict[str, Any], folder: Path, figures: Figures) -
             sys.exit(f"the run failed with status {status}:\n{run.output[-3000:]}")
         rows = run.metrics()[1:]
     seconds = [row["time/step_s"] - row.get("time/eval_s", 0.0) for row in rows]
-    figures.add(seconds, [row["rollout/num_tokens"] for row in rows], rows[-1].get("eval/accuracy"), peak[0])
+    tokens, rewards = ([row[key] for row in rows] for key in ("rollout/num_tokens", "reward/mean"))
+    figures.add(seconds, tokens, rewards, rows[-1].get("eval/accuracy"), peak[0])
 
 
 def run_trl(python: Path, spec: dict[str, Any], folder: Path, figures: Figures) -> None:
@@ -182,19 +199,20 @@ def run_trl(python: Path, spec: dict[str, Any], folder: Path, figures: Figures) 
     if process.returncode != 0:
         sys.exit(f"TRL failed with status {process.returncode}:\n{output[-3000:]}")
     found = json.loads(result.read_text())
-    figures.add(found["seconds"], found["tokens"], found["accuracy"], peak[0])
+    figures.add(found["seconds"], found["tokens"], found["rewards"], found["accuracy"], peak[0])
 
 
-def compare(name: str, precision: str | None, steps: int, turns: int, has_accuracy: bool) -> dict[str, float | str]:
+def compare(name: str, precision: str | None, steps: int, turns: int, seed: int, has_accuracy: bool) -> dict[str, float | str]:
     case, ours, trl, python = CASES[name].in_precision(precision), Figures(), Figures(), set_up_trl()
     for turn in range(turns):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            spec = specify(case, steps, has_accuracy and turn == turns - 1, folder)
+            spec = specify(case, steps, seed, has_accuracy and turn == turns - 1, folder)
             report_progress(f"{name}, turn {turn + 1} of {turns}")
             run_ours(case, spec, folder, ours)
-            report_progress("  TRL")
+            report_progress(f"  ours: {ours.describe()}; now TRL")
             run_trl(python, spec, folder, trl)
+            report_progress(f"  TRL: {trl.describe()}")
     num_samples = spec["prompts_per_step"] * spec["samples_per_prompt"]
     seconds, trl_seconds = statistics.median(ours.seconds), statistics.median(trl.seconds)
     figures: dict[str, float | str] = {
@@ -210,6 +228,7 @@ def compare(name: str, precision: str | None, steps: int, turns: int, has_accura
     }
     if ours.accuracy is not None and trl.accuracy is not None:
         figures |= {f"{name}_accuracy": round(ours.accuracy, 4), f"{name}_accuracy_trl": round(trl.accuracy, 4)}
+        figures |= {f"{name}_late_reward": round(ours.late_reward(), 4), f"{name}_late_reward_trl": round(trl.late_reward(), 4)}
     return figures
 
 
@@ -224,12 +243,13 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="of both contestants")
     parser.add_argument("--steps", type=int, default=4, help="of each turn; the first is not counted")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts, the samples and random weights")
     parser.add_argument("--accuracy", action="store_true", help="answer the held-out prompts after the last turn")
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error("--steps: at least 2, since the first of a turn is not counted")
     for name in [arguments.case] if arguments.case else list(CASES):
-        figures = compare(name, arguments.precision, arguments.steps, arguments.turns, arguments.accuracy)
+        figures = compare(name, arguments.precision, arguments.steps, arguments.turns, arguments.seed, arguments.accuracy)
         text = json.dumps(figures) if arguments.json else "\n".join(f"{key:36} {value}" for key, value in figures.items())
         print(text, flush=True)
 
