@@ -251,7 +251,7 @@ def check_sync(sync: SyncSection) -> Iterator[Problem]:
         yield "sync.directory", "transport disk needs a folder that trainers and engines share"
     if sync.transport != "disk" and sync.directory is not None:
         yield "sync.directory", f"transport {sync.transport} writes no files; remove it or set sync.transport: disk"
-    if sync.full_sync_interval > 1 and sync.transport not in ("auto", "p2p", "tcp"):
+    if sync.full_sync_interval > 1 and sync.transport not in ("auto", "p2p", "socket"):
         reason = f"deltas travel over p2p, transport is {sync.transport}; expected 1, got {sync.full_sync_interval}"
         yield "sync.full_sync_interval", reason
 

@@ -225,17 +225,17 @@ class CriticSection:
 class SyncSection:
     """Weight sync from trainer to engines."""
 
-    transport: Literal["auto", "p2p", "tcp", "ipc", "disk"] = "auto"
-    """`p2p`: over the network, by NCCL from GPU to GPU, else by `tcp`; `tcp`: without NCCL, from host memory or through it;
-    `ipc`: trainer and engine rank share a machine and hand memory over; `disk`: through `directory`; `auto`: per pair of
-    ranks `ipc` where it can be, else `p2p`."""
+    transport: Literal["auto", "p2p", "socket", "ipc", "disk"] = "auto"
+    """`p2p`: over the network, by NCCL from GPU to GPU, else by `socket`; `socket`: without NCCL, from host memory or
+    through it; `ipc`: trainer and engine rank share a machine and hand memory over; `disk`: through `directory`; `auto`: per
+    pair of ranks `ipc` where it can be, else `p2p`."""
     directory: str | None = None
     """disk: a folder on a file system that trainers and engines share."""
     staging: Literal["none", "host"] = "none"
     """`none`: slices land in the weights of paused engines; a failed sync leaves them paused. `host`: they land in host
     memory beside weights that keep serving, and are swapped in when all have arrived."""
     full_sync_interval: int = 1
-    """Over p2p or tcp: every n-th version is sent whole, those between as lossless deltas (and whole wherever an engine rank
+    """Over p2p or socket: every n-th version is sent whole, those between as lossless deltas (and whole wherever an engine rank
     does not hold the version before); 1: always whole. Trainer ranks keep what they sent, 2 bytes per weight."""
     bucket_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 300.0

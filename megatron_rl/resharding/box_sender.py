@@ -25,7 +25,7 @@ class SendOptions:
     transport: TransportChoice = "auto"
     directory: Path | None = None
     full_interval: int = 1
-    """Every n-th version is sent whole, those between as deltas (p2p and tcp); 1: all whole."""
+    """Every n-th version is sent whole, those between as deltas (p2p and socket); 1: all whole."""
 
 
 class BoxSender:
@@ -97,9 +97,7 @@ class BoxSender:
             channel = self._channel = connect(*self._address, self._key, self._options.timeout_s)
             header = {"kind": "table", "source": self._source, "names": table.names}
             there = channel.ask(header, table.rows_N5.tobytes())["host"]
-            self._transport_name = choose_transport(
-                self._options.transport, describe_host(boxes.device), there, boxes.device
-            )
+            self._transport_name = choose_transport(self._options.transport, describe_host(boxes.device), there, boxes.device)
             folder = self._options.directory
             self._transport = build_transport(
                 self._transport_name,
@@ -118,7 +116,7 @@ class BoxSender:
             "delta_base": None,
         }  # fmt: skip
         interval = self._options.full_interval
-        if interval == 1 or self._transport_name not in ("tcp", "nccl") or not can_encode(boxes):
+        if interval == 1 or self._transport_name not in ("socket", "nccl") or not can_encode(boxes):
             return None, opening
         base, delta = self._base.digest, None
         if version % interval:

@@ -1,4 +1,4 @@
-"""An authenticated message channel over TCP: a JSON header and raw bytes, no pickle.
+"""An authenticated message channel over TCP, within a machine over a Unix socket: a JSON header and raw bytes, no pickle.
 
 Both sides prove that they know the run's key (HMAC-SHA256 over both nonces) before anything else is read. The channel is
 not encrypted: what it carries is checked by digests, and it belongs on the cluster's own interface.
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.resharding.local_socket import connect_locally
 from megatron_rl.resharding.vectored import receive_all, send_all
 
 Address = tuple[str, int]
@@ -186,7 +187,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float) -> Channel:
     """Connect and prove both sides. Raises ChannelError when nobody listens or the keys differ."""
     peer = f"receiver {host}:{port}"
     try:
-        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection = connect_locally(host, port, timeout_s) or socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
         raise ChannelError(f"{peer}: cannot connect ({error})") from error
     channel = _open(connection, peer, timeout_s)
@@ -222,8 +223,10 @@ def accept(connection: socket.socket, peer: str, key: bytes, timeout_s: float) -
 
 
 def _open(connection: socket.socket, peer: str, timeout_s: float) -> Channel:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if connection.getsockname()[0] == connection.getpeername()[0]:
+    is_tcp = connection.family != socket.AF_UNIX
+    if is_tcp:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not is_tcp or connection.getsockname()[0] == connection.getpeername()[0]:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _LOCAL_BUFFER_BYTES)
     return Channel(connection, peer, timeout_s)

@@ -146,7 +146,7 @@ class Communicator:
 def _library() -> ctypes.CDLL:
     library = load_nccl()
     if library is None:
-        raise OSError("libnccl.so.2 is not there; sync.transport=tcp does without it")
+        raise OSError("libnccl.so.2 is not there; sync.transport=socket does without it")
     return library
 
 
@@ -155,7 +155,7 @@ def _check(library: ctypes.CDLL, result: int) -> None:
         return
     detail = " ".join(library.ncclGetLastError(None).decode(errors="replace").split())
     line = f"{library.ncclGetErrorString(result).decode(errors='replace')} {detail}".rstrip()
-    raise OSError(f"NCCL: {line}; sync.transport=tcp does without it")
+    raise OSError(f"NCCL: {line}; sync.transport=socket does without it")
 
 
 def on_device(device: torch.device) -> Any:

@@ -30,6 +30,7 @@ from megatron_rl.resharding.delta import apply_delta
 from megatron_rl.resharding.digest import DIGEST_NAMES, choose_digest, new_digest
 from megatron_rl.resharding.host import describe_host
 from megatron_rl.resharding.incoming import IncomingUpdate
+from megatron_rl.resharding.local_socket import listen_locally, peer_of
 from megatron_rl.resharding.precision import count_weights
 from megatron_rl.resharding.relay import Passer
 from megatron_rl.resharding.transports.protocol import Transport
@@ -42,15 +43,19 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 class Receiver:
     """Listens on `host` (a free port) and writes authenticated slices into `params`.
 
+    `is_local`: senders of this machine come over a Unix socket beside the port.
+
     Start it with `start()`; `address` is known from construction on. A connection that breaks the protocol is answered
     with one error line and closed; the update it belonged to cannot be finished.
     """
 
-    def __init__(self, params: dict[str, torch.Tensor], key: bytes, host: str = "127.0.0.1") -> None:
+    def __init__(self, params: dict[str, torch.Tensor], key: bytes, host: str = "127.0.0.1", *, is_local: bool = True) -> None:
         self._params = params
         self._staged: dict[str, torch.Tensor] = {}
         self._key = key
         self._listener = socket.create_server((host, 0))
+        local = listen_locally(*self.address) if is_local else None
+        self._listeners = [self._listener] if local is None else [local, self._listener]
         self._update: IncomingUpdate | None = None
         self._tables: dict[int, PairTable] = {}
         self._held: dict[int, tuple[bool, str]] = {}
@@ -58,7 +63,10 @@ class Receiver:
         self._passer = Passer(key)
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self._accept_loop, name="weight-receiver", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._accept_loop, args=(listener,), name="weight-receiver", daemon=True)
+            for listener in self._listeners
+        ]
 
     @property
     def address(self) -> tuple[str, int]:
@@ -66,26 +74,30 @@ class Receiver:
         return host, port
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop listening and drop every connection."""
-        with contextlib.suppress(OSError):  # not connected; on Linux it wakes accept(), which close() alone does not
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # not connected; on Linux it wakes accept(), which close() alone does not
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         for connection in list(self._connections):
             _shut(connection)
         self._passer.close()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=5.0)
 
-    def _accept_loop(self) -> None:
+    def _accept_loop(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, peer = self._listener.accept()
+                connection, address = listener.accept()
+                peer = f"{address[0]}:{address[1]}" if address else f"process {peer_of(connection)[0]}"
             except OSError:
                 return  # closed
-            threading.Thread(target=self._serve, args=(connection, f"{peer[0]}:{peer[1]}"), daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection, peer), daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         self._connections.add(connection)

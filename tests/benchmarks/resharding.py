@@ -6,11 +6,12 @@ Contestants move the same bytes of one MoE model (about 0.6 GB of bf16) into the
 that a busy machine slows all of them; figures are medians. `gather_broadcast` is what most systems do: all-gather every
 parameter over TP and EP, broadcast whole tensors in buckets, one pipeline stage after another. `per_slice` sends each box
 as one gloo message. `gloo_ceiling`: four pairs send a quarter of the bytes each. `memcpy`: each engine rank copies its
-bytes once. `p2p` and `shm` are the library's own sync; both also run with digests on both sides (`*_verified`). A time is
-the last rank's end minus the first rank's start on CLOCK_MONOTONIC. `bit_exact`: in the last round, after every contestant
-that moves weights, every engine parameter equals the slice of the Hugging Face tensor. The delta figures are of real Adam
-steps at learning rate 1e-6 in steady state, in GB of weights per CPU-second of one core. `*_vs_megatron_core`: against
-Megatron-Core's own resharding, on a model that it can move (`megatron_refit.py`).
+bytes once. `p2p` and `shm` are the library's own sync; both also run with digests on both sides (`*_verified`); `p2p_tcp` is
+p2p as between machines, where there is no Unix socket. A time is the last rank's end minus the first rank's start on
+CLOCK_MONOTONIC. `bit_exact`: in the last round, after every contestant that moves weights, every engine parameter equals the
+slice of the Hugging Face tensor. The delta figures are of real Adam steps at learning rate 1e-6 in steady state, in GB of
+weights per CPU-second of one core. `*_vs_megatron_core`: against Megatron-Core's own resharding, on a model that it can move
+(`megatron_refit.py`).
 
 Needs about five times the model's bytes of memory, and ends within `--deadline` seconds per part, or says so.
 """
@@ -107,6 +108,8 @@ def compare(measured: dict[str, Any], num_bytes: int) -> dict[str, Any]:
         "p2p_vs_gather_broadcast": ratio("gather_broadcast", "p2p"),
         "p2p_vs_per_slice": ratio("per_slice", "p2p"),
         "p2p_vs_gloo_ceiling": ratio("gloo_ceiling", "p2p"),
+        "p2p_tcp_vs_gather_broadcast": ratio("gather_broadcast", "p2p_tcp"),
+        "p2p_tcp_vs_gloo_ceiling": ratio("gloo_ceiling", "p2p_tcp"),
         "shm_vs_gather_broadcast": ratio("gather_broadcast", "shm"),
         "shm_vs_memcpy": ratio("shm", "memcpy"),
         "p2p_verified_vs_gather_broadcast": ratio("gather_broadcast", "p2p_verified"),

@@ -30,7 +30,7 @@ from megatron_rl.resharding.execute import WeightSender
 from megatron_rl.resharding.hops import sources_of
 from megatron_rl.resharding.plan import build_reshard_plan
 from megatron_rl.resharding.receiver import Receiver
-from megatron_rl.resharding.transports import ipc, tcp
+from megatron_rl.resharding.transports import ipc, sockets
 from megatron_rl.types.layout import EngineLayout, ParallelLayout, ShardInterval
 from megatron_rl.types.resharding import SyncOrder, TransferOp
 from tests.unit.resharding.rig import expected_shard, live_vocab_rows
@@ -41,7 +41,9 @@ NUM_RANKS = NUM_TRAINERS + NUM_ENGINES
 KEY = b"b" * 32
 BROADCAST_ELEMENTS = 32 * 1024 * 1024
 """64 MB: the bucket of gather-and-broadcast."""
-CONTESTANTS = ("gather_broadcast", "per_slice", "gloo_ceiling", "p2p", "p2p_verified", "memcpy", "shm", "shm_verified")
+CONTESTANTS = (
+    "gather_broadcast", "per_slice", "gloo_ceiling", "p2p", "p2p_verified", "p2p_tcp", "memcpy", "shm", "shm_verified"
+)  # fmt: skip
 
 
 def model_dims(is_small: bool) -> tuple[ModelDims, int]:
@@ -267,7 +269,7 @@ def prepare_sync(
 
     def announce() -> None:
         # Without a digest nothing is read for one either: gathering a strided box for a hash costs as much as sending it.
-        ipc.hash_boxes = tcp.hash_boxes = _nothing if NO_DIGEST in digests else box_memory.hash_boxes
+        ipc.hash_boxes = sockets.hash_boxes = _nothing if NO_DIGEST in digests else box_memory.hash_boxes
         if controls:
             order[0] = SyncOrder(secrets.token_hex(4), 1, tuple(addresses), dtypes, rank.plan.layout_digest)
             for control in controls:
@@ -301,12 +303,12 @@ def rank_main(number: int, port: int, rounds: int, is_small: bool, timeout_s: fl
 
 
 def _run_rank(rank: Rank, rounds: int, timeout_s: float, barrier: Any) -> dict[str, Any]:
-    receiver = None if rank.is_trainer else Receiver(rank.params, KEY)
-    addresses: list[Any] = [None] * NUM_RANKS
-    if receiver is not None:
+    receivers = [] if rank.is_trainer else [Receiver(rank.params, KEY, is_local=is_local) for is_local in (True, False)]
+    for receiver in receivers:
         receiver.start()
-    dist.all_gather_object(addresses, None if receiver is None else receiver.address)
-    engines = [tuple(address) for address in addresses[NUM_TRAINERS:]]
+    addresses: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(addresses, [receiver.address for receiver in receivers])
+    engines, remote = ([tuple(both[n]) for both in addresses[NUM_TRAINERS:]] for n in range(2))
     fast = [name for name in digest.DIGEST_NAMES if name != NO_DIGEST]
     runs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "gather_broadcast": (_nothing, prepare_gather_broadcast(rank)),
@@ -315,6 +317,7 @@ def _run_rank(rank: Rank, rounds: int, timeout_s: float, barrier: Any) -> dict[s
         "memcpy": (_nothing, prepare_memcpy(rank)),
         "p2p": prepare_sync(rank, engines, "p2p", [NO_DIGEST], timeout_s),
         "p2p_verified": prepare_sync(rank, engines, "p2p", fast, timeout_s),
+        "p2p_tcp": prepare_sync(rank, remote, "p2p", [NO_DIGEST], timeout_s),
         "shm": prepare_sync(rank, engines, "ipc", [NO_DIGEST], timeout_s),
         "shm_verified": prepare_sync(rank, engines, "ipc", fast, timeout_s),
     }

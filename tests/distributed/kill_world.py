@@ -167,10 +167,10 @@ class Trainer(Fused):
 class Engine(Fused):
     """An embedded engine with its receivers."""
 
-    def __init__(self, fuse: Fuse) -> None:
+    def __init__(self, fuse: Fuse, is_local: bool) -> None:
         self.fuse = fuse
         self.engine = EmbeddedEngine(DIMS, ENGINES.tp, torch.float32, num_slots=2, max_context=32, stop_token_ids=())
-        self.receivers = [Receiver(shard, KEY) for shard in self.engine.weights.shards]
+        self.receivers = [Receiver(shard, KEY, is_local=is_local) for shard in self.engine.weights.shards]
         for receiver in self.receivers:
             receiver.start()
 
@@ -225,13 +225,13 @@ class TrainerHandles:
 
 
 class KillWorld:
-    """Two trainer ranks and two engines of two ranks each."""
+    """Two trainer ranks and two engines of two ranks each. Transport `tcp`: p2p to engines that are only reached over TCP."""
 
     def __init__(self, transport: str, staging: str, timeout_s: float) -> None:
-        self.arguments = transport, timeout_s
+        self.arguments = transport.replace("tcp", "p2p"), timeout_s
         self.section = SyncSection(timeout_s=timeout_s, staging=staging)
         self.trainers = [Child(f"trainer {rank}", Trainer, rank, *self.arguments) for rank in range(2)]
-        self.engines = [Child(f"engine {number}", Engine) for number in range(2)]
+        self.engines = [Child(f"engine {number}", Engine, transport != "tcp") for number in range(2)]
         self.calls: dict[str, int] = {}
         """How many calls of the trainer, engine or connection that may be struck one sync makes."""
 

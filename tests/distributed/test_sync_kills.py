@@ -119,13 +119,16 @@ def run_in_world(transport, staging, scenario):
 
 CASES = [
     ("p2p", "none", "trainer"),
+    ("tcp", "none", "trainer"),
     ("ipc", "none", "trainer"),
     ("p2p", "host", "trainer"),
     ("p2p", "none", "engine"),
+    ("tcp", "none", "engine"),
     ("ipc", "host", "engine"),
     ("p2p", "none", "connection"),
     ("ipc", "none", "connection"),
     ("p2p", "host", "connection"),
+    ("tcp", "host", "connection"),
 ]
 
 
@@ -133,6 +136,7 @@ CASES = [
     ("transport", "staging", "victim", "moments"),
     [
         ("p2p", "none", "trainer", [0.55]),
+        ("tcp", "none", "trainer", [0.55]),
         ("p2p", "host", "connection", [0.3, 0.6]),
         ("ipc", "none", "engine", [0.5]),
     ],

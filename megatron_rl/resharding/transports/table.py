@@ -14,12 +14,12 @@ from megatron_rl.resharding.transports.disk import DiskTransport
 from megatron_rl.resharding.transports.ipc import CudaIpcTransport, SharedMemoryTransport
 from megatron_rl.resharding.transports.nccl import NcclTransport
 from megatron_rl.resharding.transports.protocol import Transport
-from megatron_rl.resharding.transports.tcp import TcpTransport
+from megatron_rl.resharding.transports.sockets import SocketTransport
 
-TransportChoice = Literal["auto", "p2p", "tcp", "ipc", "disk"]
+TransportChoice = Literal["auto", "p2p", "socket", "ipc", "disk"]
 
 TRANSPORTS: Mapping[str, type] = {
-    "tcp": TcpTransport,
+    "socket": SocketTransport,
     "nccl": NcclTransport,
     "shared_memory": SharedMemoryTransport,
     "cuda_ipc": CudaIpcTransport,
@@ -50,10 +50,10 @@ def choose_transport(choice: TransportChoice, here: Mapping[str, Any], there: Ma
     `auto` hands memory over where both can reach it and sends otherwise (`p2p`): by NCCL from GPU to GPU, else over the
     channel's own connection. Raises ValueError when `ipc` is asked for and cannot be: the line says what is in the way.
     """
-    if choice in ("tcp", "disk"):
+    if choice in ("socket", "disk"):
         return choice
     if choice == "p2p":
-        return "nccl" if _can_nccl(here, there) else "tcp"
+        return "nccl" if _can_nccl(here, there) else "socket"
     name, obstacle = _shared_memory(here, there) if device.type == "cpu" else _cuda_ipc(here, there, device)
     if obstacle is None:
         return name

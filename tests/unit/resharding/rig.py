@@ -43,6 +43,7 @@ class World:
     options: dict = field(default_factory=dict)
     relay: bool = False
     cut_rows: int = 128
+    is_local: bool = True
     dims_changes: ClassVar[dict] = {}
 
     def __post_init__(self):
@@ -51,7 +52,7 @@ class World:
             self.family, self.dims, self.layout, self.engine, relay=self.relay, cut_rows=self.cut_rows
         )
         self.load(11)
-        self.receivers = [Receiver(self.make_params(), KEY) for _ in range(self.engine.num_ranks)]
+        self.receivers = [Receiver(self.make_params(), KEY, is_local=self.is_local) for _ in range(self.engine.num_ranks)]
         for receiver in self.receivers:
             receiver.start()
         addresses = [receiver.address for receiver in self.receivers]

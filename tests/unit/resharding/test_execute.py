@@ -45,8 +45,9 @@ def test_synced_shards_equal_direct_slices(family_name, layout, engine):
         one.assert_whole()
 
 
-def test_connections_are_kept_and_follow_new_weights():
-    with world("qwen3_moe", ParallelLayout(tp=2, pp=2), EngineLayout(2, 1), torch.float32) as one:
+@pytest.mark.parametrize("is_local", [True, False], ids=["unix", "tcp"])
+def test_connections_are_kept_and_follow_new_weights(is_local):
+    with world("qwen3_moe", ParallelLayout(tp=2, pp=2), EngineLayout(2, 1), torch.float32, is_local=is_local) as one:
         one.sync()
         channels = [pair.sender._channel for sender in one.senders for pair in sender._pairs]
         for seed in (12, 13):
@@ -62,8 +63,9 @@ def test_connections_are_kept_and_follow_new_weights():
         one.assert_whole()
 
 
-def test_a_connection_that_went_idle_too_long_is_opened_anew():
-    with world("llama", ParallelLayout(), EngineLayout(2, 1), torch.float32) as one:
+@pytest.mark.parametrize("is_local", [True, False], ids=["unix", "tcp"])
+def test_a_connection_that_went_idle_too_long_is_opened_anew(is_local):
+    with world("llama", ParallelLayout(), EngineLayout(2, 1), torch.float32, is_local=is_local) as one:
         one.sync()
         for receiver in one.receivers:
             for connection in list(receiver._connections):
@@ -209,7 +211,7 @@ def test_engine_ranks_that_never_answer_end_the_send_in_time():
     with contextlib.ExitStack() as stack, world("llama", ParallelLayout(), EngineLayout(1, 3), torch.float32) as one:
         order = one.begin()
         mute = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname() for _ in range(3)]
-        sender = WeightSender(one.plan, 0, mute, KEY, SendOptions(bucket_bytes=4096, timeout_s=0.5, transport="tcp"))
+        sender = WeightSender(one.plan, 0, mute, KEY, SendOptions(bucket_bytes=4096, timeout_s=0.5, transport="socket"))
         begun = time.monotonic()
         with pytest.raises(ChannelError, match=r"127\.0\.0\.1|were not reached within"):
             sender.send(one.chunks[0], order)

@@ -16,7 +16,7 @@ from megatron_rl.types.layout import EngineLayout, ParallelLayout
 from tests.unit.resharding.rig import FILL, KEY, TIMEOUT_S, world
 
 OPEN = {
-    "kind": "open", "sync": "s", "source": 0, "transport": "tcp", "bucket_bytes": 64, "timeout_s": 5.0,
+    "kind": "open", "sync": "s", "source": 0, "transport": "socket", "bucket_bytes": 64, "timeout_s": 5.0,
     "digests": ["blake2b"], "delta_base": None,
 }  # fmt: skip
 TABLE = {"kind": "table", "source": 0, "names": ["a.weight"]}
@@ -26,9 +26,9 @@ def rows(*boxes) -> bytes:
     return np.array(boxes, dtype=np.int64).tobytes()
 
 
-@pytest.fixture
-def receiver():
-    made = Receiver({"a.weight": torch.full((5, 3), FILL)}, KEY)
+@pytest.fixture(params=[True, False], ids=["unix", "tcp"])
+def receiver(request):
+    made = Receiver({"a.weight": torch.full((5, 3), FILL)}, KEY, is_local=request.param)
     made.start()
     yield made
     made.close()

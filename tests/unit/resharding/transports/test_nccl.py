@@ -230,7 +230,7 @@ def test_what_nccl_says_is_said(library):
         one.load(1)
         order = one.begin()
         library.error = INTERNAL
-        with pytest.raises(OSError, match=r"NCCL: internal error Net: no route; sync\.transport=tcp does without it"):
+        with pytest.raises(OSError, match=r"NCCL: internal error Net: no route; sync\.transport=socket does without it"):
             one.senders[0].send(one.chunks[0], order)
         library.error = 0
         one.sync()
@@ -251,5 +251,5 @@ def test_a_closed_communicator_takes_no_call(library):
 def test_without_the_library_it_is_said(monkeypatch):
     monkeypatch.setattr(nccl, "load_nccl", lambda: None)
     assert nccl.nccl_version() is None
-    with pytest.raises(OSError, match=r"libnccl\.so\.2 is not there; sync.transport=tcp does without it"):
+    with pytest.raises(OSError, match=r"libnccl\.so\.2 is not there; sync.transport=socket does without it"):
         nccl.new_unique_id()

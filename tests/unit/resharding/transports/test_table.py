@@ -19,8 +19,8 @@ def here():
 def test_ranks_of_one_machine_hand_memory_over(here):
     assert table.choose_transport("auto", here, dict(here), CPU) == "shared_memory"
     assert table.choose_transport("ipc", here, dict(here), CPU) == "shared_memory"
-    assert table.choose_transport("p2p", here, dict(here), CPU) == "tcp"
-    assert table.choose_transport("tcp", here, dict(here), CPU) == "tcp"
+    assert table.choose_transport("p2p", here, dict(here), CPU) == "socket"
+    assert table.choose_transport("socket", here, dict(here), CPU) == "socket"
     assert table.choose_transport("disk", here, dict(here), CPU) == "disk"
 
 
@@ -35,7 +35,7 @@ def test_ranks_of_one_machine_hand_memory_over(here):
 )
 def test_what_is_in_the_way_is_said(here, change, reason):
     there = here | change
-    assert table.choose_transport("auto", here, there, CPU) == "tcp"
+    assert table.choose_transport("auto", here, there, CPU) == "socket"
     with pytest.raises(ValueError, match=rf"sync\.transport=ipc: .*{reason}.*; use auto or p2p"):
         table.choose_transport("ipc", here, there, CPU)
 
@@ -57,8 +57,8 @@ def test_gpus_are_told_by_their_names(here, on_gpu):
 def test_nccl_joins_two_gpus_of_one_version(here, on_gpu):
     other = on_gpu | {"gpu": "GPU-b", "gpus": ["GPU-b"]}
     assert table.choose_transport("p2p", on_gpu, other, GPU) == "nccl"
-    assert table.choose_transport("tcp", on_gpu, other, GPU) == "tcp"
+    assert table.choose_transport("socket", on_gpu, other, GPU) == "socket"
     for there in (other | {"nccl": 22602}, other | {"nccl": None}, on_gpu, here):
-        assert table.choose_transport("p2p", on_gpu, there, GPU) == "tcp"
-    assert table.choose_transport("p2p", on_gpu | {"nccl": None}, other, GPU) == "tcp"
-    assert table.choose_transport("p2p", here, other, CPU) == "tcp"
+        assert table.choose_transport("p2p", on_gpu, there, GPU) == "socket"
+    assert table.choose_transport("p2p", on_gpu | {"nccl": None}, other, GPU) == "socket"
+    assert table.choose_transport("p2p", here, other, CPU) == "socket"

@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
     spans: np.ndarray | None
 
 
-class TcpTransport(QueuedTransport):
+class SocketTransport(QueuedTransport):
     """See `Transport`. Holds at most two buckets of `bucket_bytes` beside the parameters.
 
     Spans are kept from sync to sync, and good for as long as every parameter lies where it lay.

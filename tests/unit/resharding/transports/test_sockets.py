@@ -12,7 +12,7 @@ from megatron_rl.resharding.boxes import Box, total_bytes
 from megatron_rl.resharding.channel import Channel, ChannelError
 from megatron_rl.resharding.digest import DIGEST_NAMES, new_digest
 from megatron_rl.resharding.transports.protocol import NUM_BUFFERS, overlapped
-from megatron_rl.resharding.transports.tcp import TcpTransport
+from megatron_rl.resharding.transports.sockets import SocketTransport
 
 SHAPES = [(7, 5), (1, 3), (64, 33), (5, 1), (130, 9)]
 
@@ -31,8 +31,8 @@ def strided_boxes(seed: int, dtype: torch.dtype) -> list[Box]:
 def move(source: list[Box], target: list[Box], bucket_bytes: int):
     """Both ends at once over a socket pair; their digests, and what each end still holds."""
     left, right = socket.socketpair()
-    sender = TcpTransport(Channel(left, "receiver", 10.0), bucket_bytes)
-    receiver = TcpTransport(Channel(right, "sender", 10.0), 2 * bucket_bytes + 1)  # each end has buckets of its own
+    sender = SocketTransport(Channel(left, "receiver", 10.0), bucket_bytes)
+    receiver = SocketTransport(Channel(right, "sender", 10.0), 2 * bucket_bytes + 1)  # each end has buckets of its own
     sender.submit_send(source)
     receiver.submit_recv(target)
     digests = [new_digest(DIGEST_NAMES[0]) for _ in range(2)]
@@ -71,7 +71,7 @@ def test_at_most_two_buckets_beside_the_weights():
 
 def test_a_peer_that_goes_away_in_the_middle_is_one_line():
     left, right = socket.socketpair()
-    transport = TcpTransport(Channel(left, "receiver r", 10.0), 64)
+    transport = SocketTransport(Channel(left, "receiver r", 10.0), 64)
     transport.submit_send(plain_boxes(1, torch.float32) * 4000)
     right.close()
     with pytest.raises(ChannelError, match="receiver r: connection lost"):
@@ -81,7 +81,7 @@ def test_a_peer_that_goes_away_in_the_middle_is_one_line():
 
 def test_a_peer_that_falls_silent_is_noticed_in_time():
     left, right = socket.socketpair()
-    transport = TcpTransport(Channel(right, "sender s", 0.2), 64)
+    transport = SocketTransport(Channel(right, "sender s", 0.2), 64)
     boxes = plain_boxes(1, torch.float32)
     transport.submit_recv(boxes)
     Channel(left, "receiver", 10.0).send_header({"kind": "stream"}, total_bytes(boxes))
