@@ -8,24 +8,19 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import build_algorithm
 from megatron_rl.checkpoint.hf_export import merge_export
 from megatron_rl.config.resolve import dump_yaml
 from megatron_rl.config.rollout_sections import SamplingSection
-from megatron_rl.config.sections import (
-    CriticSection,
-    ExperimentConfig,
-    RolloutSection,
-)
-from megatron_rl.controller.actors import CriticActor, EngineActor, EngineNodeActor, ReferenceActor, TrainerActor
+from megatron_rl.config.sections import ExperimentConfig, RolloutSection
+from megatron_rl.controller.actor_factory import ActorFactory
 from megatron_rl.controller.batcher import Batcher
-from megatron_rl.controller.layouts import engine_layout, trainer_layout
+from megatron_rl.controller.layouts import RunLayouts, engine_layout, trainer_layout
 from megatron_rl.controller.loop import PhaseTimeoutError, Trainers, TrainingLoop
 from megatron_rl.controller.model_setup import DTYPES, ModelSetup, reference_model
-from megatron_rl.controller.placement import BundlePlan, Cluster, plan_bundles
+from megatron_rl.controller.placement import BundlePlan, plan_bundles
 from megatron_rl.controller.probe import WeightProbe
 from megatron_rl.controller.processes import give_up_gpus, open_cluster, stop_all
 from megatron_rl.controller.remote import CriticGroup, RankGroup, ReferenceGroup, RemoteEngine, RoleGroups, TrainerGroup
@@ -66,14 +61,14 @@ class Experiment:
         self._critic = config.critic if "values" in self._algorithm.needs else None
         check_engine_is_served(config.rollout)
         self._function = load_function(config.rollout.generate, tokenizer)
-        self._layout = trainer_layout(config.trainer.layout)
-        self._critic_layout = self._reference_layout = None
-        if self._critic is not None and self._critic.layout is not None:
-            self._critic_layout = trainer_layout(self._critic.layout)
-        reference = config.algorithm.reference
-        if "ref_logprobs" in self._algorithm.needs and reference.layout is not None:
-            self._reference_layout = trainer_layout(reference.layout)
-        self._engine_layout = engine_layout(config.rollout)
+        critic = None if self._critic is None else self._critic.layout
+        reference = config.algorithm.reference.layout if "ref_logprobs" in self._algorithm.needs else None
+        self._layouts = RunLayouts(
+            trainer_layout(config.trainer.layout),
+            None if critic is None else trainer_layout(critic),
+            None if reference is None else trainer_layout(reference),
+            engine_layout(config.rollout),
+        )
         self._key = receiver_key(config.rollout)
         self.directory = RunDirectory(config.run.directory)
 
@@ -88,12 +83,12 @@ class Experiment:
     async def _run(self, data: DataBundle, arm_signals: Callable[[], None]) -> None:
         config = self._config
         score = Scoring(config.rollout.rewards, data.reward_names, self._tokenizer.decode)
-        layouts = self._layout, self._critic_layout, self._reference_layout
+        layouts = self._layouts
         plan = plan_bundles(
             config.cluster,
-            sum(layout.world_size for layout in layouts if layout is not None),
+            layouts.num_trainer_ranks,
             config.rollout.num_engines,
-            self._engine_layout.tp,
+            layouts.engine.tp,
             nodes_per_engine=engine_nodes(config.rollout),
         )
         logger.info("starting %d processes", len(plan.bundles))
@@ -102,25 +97,29 @@ class Experiment:
         telemetry = build_telemetry(config.telemetry, self.directory.path, config.run.num_steps, sys.stderr)
         engines: list[RemoteEngine] = []
         try:
-            trainers = self._create_trainers(cluster)
-            critic = None if self._critic_layout is None else self._create_critic(cluster, self._critic_layout)
-            reference = None if self._reference_layout is None else self._create_reference(cluster, self._reference_layout)
-            engines += self._create_engines(cluster)
+            actors = ActorFactory(cluster, config.cluster, layouts, self._worker_setup(cluster.is_single_node))
+            trainers = actors.trainers(self._key)
+            critic = None if layouts.critic is None else actors.critic(layouts.critic)
+            reference = None
+            if layouts.reference is not None:
+                model = reference_model(config.algorithm.reference, self._model)
+                reference = actors.reference(layouts.reference, model)
+            engines += actors.engines(self._engine_setup(cluster.is_single_node))
             groups = [group for group in (trainers, critic, reference) if group is not None]
             shares_prompts, addresses = await self._start(groups, engines, cluster.plan)
-            for kind, layout in (("critic", self._critic_layout), ("reference", self._reference_layout)):
+            for kind, layout in (("critic", layouts.critic), ("reference", layouts.reference)):
                 if layout is not None:
                     logger.info("%d %s ranks (%s)", layout.world_size, kind, _sizes(layout))
             logger.info(
-                "%d trainer ranks (%s), %d engines x TP %d", self._layout.world_size, _sizes(self._layout),
-                len(engines), self._engine_layout.tp,
+                "%d trainer ranks (%s), %d engines x TP %d", layouts.trainer.world_size, _sizes(layouts.trainer),
+                len(engines), layouts.engine.tp,
             )  # fmt: skip
             sync = config.sync
             probe = WeightProbe(probe_tokens(data), sync.probe_interval, sync.probe_tolerance)
             turns = self._turns(trainers, engines, telemetry) if self._is_colocated else None
             weight_sync = WeightSync(self._reshard_plan(), trainers, engines, addresses, self._key, sync, probe, turns)
             batcher = Batcher(
-                self._algorithm, config.trainer, self._layout, config.run, self._critic_layout, self._reference_layout,
+                self._algorithm, config.trainer, layouts.trainer, config.run, layouts.critic, layouts.reference,
                 shares_prompts=shares_prompts,
             )  # fmt: skip
             roles: Trainers = trainers
@@ -217,38 +216,6 @@ class Experiment:
             curriculum=curriculum,
         )
 
-    def _create_trainers(self, cluster: Cluster) -> TrainerGroup:
-        critic = self._critic if self._critic_layout is None else None
-        setup = self._worker_setup(cluster, self._layout, critic)
-        python = self._config.cluster.trainer_python
-        actors = [
-            cluster.create(TrainerActor, f"trainer-{rank}", cluster.plan.trainers[rank], python, setup, rank)
-            for rank in range(self._layout.world_size)
-        ]
-        return TrainerGroup(actors, self._layout, self._key, cluster.logs)
-
-    def _create_critic(self, cluster: Cluster, layout: ParallelLayout) -> CriticGroup:
-        """The critic's ranks, in the bundles behind the trainer's."""
-        setup = self._worker_setup(cluster, layout, self._critic)
-        python, first = self._config.cluster.trainer_python, self._layout.world_size
-        actors = [
-            cluster.create(CriticActor, f"critic-{rank}", cluster.plan.trainers[first + rank], python, setup, rank)
-            for rank in range(layout.world_size)
-        ]
-        return CriticGroup(actors, layout, cluster.logs)
-
-    def _create_reference(self, cluster: Cluster, layout: ParallelLayout) -> ReferenceGroup:
-        """The reference's ranks, in the bundles behind the critic's."""
-        model = reference_model(self._config.algorithm.reference, self._model)
-        setup = replace(self._worker_setup(cluster, layout, None), model=model)
-        first = self._layout.world_size + (0 if self._critic_layout is None else self._critic_layout.world_size)
-        python = self._config.cluster.trainer_python
-        actors = [
-            cluster.create(ReferenceActor, f"reference-{rank}", cluster.plan.trainers[first + rank], python, setup, rank)
-            for rank in range(layout.world_size)
-        ]
-        return ReferenceGroup(actors, layout, cluster.logs)
-
     def _role_groups(
         self, trainers: TrainerGroup, critic: CriticGroup | None, reference: ReferenceGroup | None
     ) -> RoleGroups:
@@ -272,57 +239,46 @@ class Experiment:
             refresh_interval=config.algorithm.reference.refresh_interval,
         )
 
-    def _worker_setup(self, cluster: Cluster, layout: ParallelLayout, critic: CriticSection | None) -> WorkerSetup:
+    def _worker_setup(self, is_single_node: bool) -> WorkerSetup:
         config = self._config
         return WorkerSetup(
             model=self._model,
             dtype=config.model.dtype,
             section=config.trainer,
-            critic=critic,
+            critic=self._critic,
             algorithm=config.algorithm,
             sync=config.sync,
-            layout=layout,
-            engine_layout=self._engine_layout,
+            layout=self._layouts.trainer,
+            engine_layout=self._layouts.engine,
             temperature=config.rollout.sampling.temperature,
             seed=config.run.seed,
             start_timeout_s=config.cluster.start_timeout_s,
-            is_single_node=cluster.is_single_node,
+            is_single_node=is_single_node,
         )
 
-    def _create_engines(self, cluster: Cluster) -> list[RemoteEngine]:
+    def _engine_setup(self, is_single_node: bool) -> EngineSetup:
         config = self._config
-        engine_dtype = config.rollout.embedded.dtype if config.rollout.engine == "embedded" else config.model.dtype
-        setup = EngineSetup(
+        dtype = config.rollout.embedded.dtype if config.rollout.engine == "embedded" else config.model.dtype
+        return EngineSetup(
             model=self._model,
             section=config.rollout,
             stop_token_ids=(self._tokenizer.eos_id,),
             max_context=_longest(config),
-            dtype=engine_dtype or config.model.dtype,
+            dtype=dtype or config.model.dtype,
             key=self._key,
             run_directory=str(self.directory.path.resolve()),
             start_id=secrets.token_hex(4),
-            is_single_node=cluster.is_single_node,
+            is_single_node=is_single_node,
             returns_routing=config.algorithm.router_replay == "r3",
             is_colocated=self._is_colocated,
         )
-        python, engines = config.cluster.engine_python, []
-        for number in range(config.rollout.num_engines):
-            name = f"engine-{number}"
-            first, *further = cluster.plan.engines[number]
-            nodes = [
-                cluster.create(EngineNodeActor, f"{name}-node-{rank}", place, python, setup, number, rank)
-                for rank, place in enumerate(further, start=1)
-            ]
-            actor = cluster.create(EngineActor, name, first, python, setup, number)
-            engines.append(RemoteEngine(actor, name, cluster.logs, nodes))
-        return engines
 
     def _reshard_plan(self) -> ReshardPlan:
         return build_reshard_plan(
             self._model.family_name,
             self._model.dims,
-            self._layout,
-            self._engine_layout,
+            self._layouts.trainer,
+            self._layouts.engine,
             trainer_vocab_multiple=self._model.vocab_multiple,
             relay=self._config.sync.relay,
         )

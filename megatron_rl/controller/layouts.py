@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_rl.config.layout_section import LayoutSection
 from megatron_rl.config.sections import RolloutSection
 from megatron_rl.types.layout import EngineLayout, ParallelLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayouts:
+    """Of every role. `critic` or `reference` None: it has no ranks of its own."""
+
+    trainer: ParallelLayout
+    critic: ParallelLayout | None
+    reference: ParallelLayout | None
+    engine: EngineLayout
+
+    @property
+    def num_trainer_ranks(self) -> int:
+        """Of all roles that Megatron runs."""
+        return sum(layout.world_size for layout in (self.trainer, self.critic, self.reference) if layout is not None)
 
 
 def trainer_layout(section: LayoutSection) -> ParallelLayout:

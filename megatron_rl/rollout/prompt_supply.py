@@ -36,10 +36,6 @@ class PromptSupply:
         self.num_draws = 0
         self.num_tail_rounds = 0
 
-    @property
-    def num_late(self) -> int:
-        return len(self._late)
-
     def begin_round(self) -> bool:
         """Whether the round that begins is one of late prompts."""
         self._is_tail_round = len(self._late) >= self._groups_per_batch

@@ -40,7 +40,7 @@ def test_late_prompts_get_a_round_when_they_fill_it():
     assert not made.begin_round() and made.next().group_id == "step-2/p3"
     made.put_late(late[0])
     made.put_late(late[1])
-    assert made.begin_round() and made.num_late == 3
+    assert made.begin_round()
     assert [made.next() for _ in range(3)] == [
         PlannedGroup("tail-1/p2", late[2], 2),
         PlannedGroup("tail-1/p0", late[0], 2),
