@@ -94,9 +94,9 @@ class Receiver:
         while True:
             try:
                 connection, address = listener.accept()
-                peer = f"{address[0]}:{address[1]}" if address else f"process {peer_of(connection)[0]}"
             except OSError:
                 return  # closed
+            peer = f"{address[0]}:{address[1]}" if address else f"process {peer_of(connection)[0]}"
             threading.Thread(target=self._serve, args=(connection, peer), daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
